@@ -1,0 +1,323 @@
+"""The whole configuration of a run, typed. Pure: no clock, no torch; files are read only by `load`.
+
+One YAML file, then `key=value` overrides from the command line, become one immutable `Config`. Unknown keys are
+errors that name the nearest known one. The resolved configuration is saved in the run directory, and everything
+after the launch reads it from there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gyre.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """The model that is trained."""
+
+    path: str = Field(
+        description="Directory with a Hugging Face model (safetensors, tokenizer, chat template), or a model that "
+        "Gyre can make itself: gyre:tiny, gyre:smollm2-135m-instruct."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of weights in engines and trainers.")
+    max_context: int = Field(4096, ge=32, description="Tokens of prompt and answer together, per request.")
+
+
+class TasksConfig(_Section):
+    """The tasks that executions run."""
+
+    path: str = Field(description="JSON Lines: one object a line with an `id`; the rest is the harness's business.")
+    shuffle: bool = Field(True, description="Visit the tasks in a seeded random order, another one every round.")
+
+
+class LimitsConfig(_Section):
+    """Limits of one harness process group; null means none."""
+
+    memory_mb: int | None = Field(None, ge=16, description="Address space of one harness process, in MiB.")
+    files: int | None = Field(None, ge=16, description="Open files of one harness process.")
+    output_mb: int = Field(64, ge=1, description="Harness output kept in its log, in MiB; the rest is dropped.")
+
+
+class ScoreConfig(_Section):
+    """How a finished execution is scored: exactly one of command and function."""
+
+    command: list[str] | None = Field(
+        None, description="Runs in the workspace; its last line of output is a number or {\"score\": number}."
+    )
+    function: str | None = Field(None, description="module:name or /path/file.py:name, called (workspace, task) -> float.")
+    timeout: float = Field(60.0, gt=0, description="Seconds that scoring may take.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ScoreConfig:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("give exactly one of command and function")
+        return self
+
+
+class HarnessConfig(_Section):
+    """The user's agent: any command that talks to an OpenAI- or Anthropic-style endpoint."""
+
+    command: list[str] = Field(min_length=1, description="Started in a fresh workspace. {root} is where Gyre was started.")
+    timeout: float = Field(600.0, gt=0, description="Seconds an execution may take, waiting for engines not counted.")
+    tries: int = Field(2, ge=1, description="Tries of an execution when the infrastructure fails it.")
+    score: ScoreConfig
+    env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the harness.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    keep_workspaces: Literal["all", "failed", "none"] = Field("failed", description="Workspaces kept after scoring.")
+
+
+class CellsConfig(_Section):
+    """The GPU cells."""
+
+    count: int = Field(ge=1, description="Cells, each the GPUs of one rank, changing role together.")
+    slots: int = Field(ge=1, description="Live executions that one cell's engine serves.")
+    standalone: int = Field(0, ge=0, description="Further ranks like a cell's that only ever serve rollout.")
+    gpus: int = Field(1, ge=0, description="GPUs of one cell, all on one node; 0 runs on the CPU.")
+
+
+class HostsConfig(_Section):
+    """The harness hosts, one rank per CPU node."""
+
+    count: int = Field(1, ge=1, description="Harness hosts.")
+    executions: int = Field(256, ge=1, description="Live executions that one host runs at the most.")
+
+
+class EngineConfig(_Section):
+    """The inference engine of a cell."""
+
+    kind: Literal["vllm"] = Field("vllm", description="The engine behind the gate.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Further vLLM server flags, without the dashes: {max-num-seqs: 16}."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the engine process.")
+    start_timeout: float = Field(900.0, gt=0, description="Seconds an engine may take to start.")
+
+
+class ServingConfig(_Section):
+    """How requests reach engines."""
+
+    max_lag: int = Field(2, ge=1, description="An engine more than this many policy versions behind is unrouted.")
+    request_timeout: float = Field(1800.0, gt=0, description="Seconds one model request may take, holds included.")
+
+
+class SchedulerConfig(_Section):
+    """When cells change role, and how much is dispatched."""
+
+    policy: Literal["elastic"] = Field("elastic", description="The scheduling policy.")
+    batch_groups: int = Field(ge=1, description="Groups in a training batch.")
+    group_size: int = Field(ge=2, description="Executions of one task, scored against each other.")
+    lookahead: float = Field(0.25, ge=0, le=16, description="Executions outstanding beyond the batch, in batches.")
+    supply_fraction: float = Field(
+        0.25, gt=0, le=1, description="Untaken ready groups, as a fraction of a batch, before a cell moves to training."
+    )
+    supply_hold: float = Field(10.0, ge=0, description="Seconds the supply must have held before a cell moves.")
+    top_ups: int = Field(3, ge=0, description="Top-up quotas that a starved batch may get before it closes short.")
+
+
+class TrainConfig(_Section):
+    """The training of a batch."""
+
+    kind: Literal["deepspeed"] = Field("deepspeed", description="The trainer.")
+    updates: int = Field(ge=1, description="Optimizer steps of the whole run.")
+    updates_per_batch: int = Field(1, ge=1, description="Optimizer steps that a batch's groups are split over.")
+    objective: Literal["grpo"] = Field("grpo", description="The loss.")
+    advantages: Literal["group", "shuffled"] = Field(
+        "group", description="group: relative to the group; shuffled: the control that must not learn."
+    )
+    lr: float = Field(1.0e-6, gt=0, description="Learning rate of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    clip_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
+    clip_ratio: float = Field(0.2, gt=0, lt=1, description="The importance ratio is clipped to 1 - this, 1 + this.")
+    zero_stage: Literal[2, 3] = Field(2, description="DeepSpeed ZeRO stage of the core.")
+    offload_optimizer: bool = Field(False, description="Keep the core's optimizer state in CPU memory.")
+    stages: Literal[1] = Field(1, description="Pipeline stages of a cell.")
+    shards: Literal[1] = Field(1, description="ZeRO shards of a cell.")
+    micro_tokens: int = Field(8192, ge=32, description="Token budget of a micro-step.")
+    max_staleness: int = Field(2, ge=0, description="A group sampled more policy versions ago than this is dropped.")
+    threads: int = Field(1, ge=1, description="CPU threads of a trainer.")
+
+
+class CheckpointConfig(_Section):
+    """What is kept for a resume. Every published policy is committed first (invariant 15), so there is no interval."""
+
+    keep: int = Field(2, ge=1, description="Latest commits kept.")
+
+
+class PlacementConfig(_Section):
+    """Slurm resources of one het group."""
+
+    partition: str | None = Field(None, description="Partition; the cluster's default when null.")
+    gres: str | None = Field(None, description='Generic resources of one node, for example "gpu:1".')
+    cpus_per_task: int | None = Field(None, ge=1, description="CPU cores of one rank.")
+    mem: str | None = Field(None, description='Memory of one node, for example "200G".')
+    constraint: str | None = Field(None, description="Node features.")
+
+
+class SlurmConfig(_Section):
+    """What Slurm is asked for, and how ranks start there."""
+
+    time: str = Field("24:00:00", description="Time limit.")
+    account: str | None = Field(None, description="Account to charge.")
+    qos: str | None = Field(None, description="Quality of service.")
+    het: bool = Field(True, description="One het job; false: the same ranks in one homogeneous allocation.")
+    cells: PlacementConfig = Field(default_factory=PlacementConfig)
+    hosts: PlacementConfig = Field(default_factory=PlacementConfig)
+    setup: list[str] = Field(default_factory=list, description="Shell lines before srun: modules, conda, venv.")
+    container: str | None = Field(None, description="Image for srun --container-image (pyxis/enroot).")
+    signal_seconds: int = Field(120, ge=10, description="Seconds before the time limit at which the job requeues itself.")
+
+
+class NetworkConfig(_Section):
+    """Ports, interface and node-local scratch of a run."""
+
+    port_base: int = Field(0, ge=0, le=60000, description="First port of the run; 0 lets the system choose free ones.")
+    interface: str | None = Field(None, description="Network interface between ranks; null finds one by its routes.")
+    scratch: str | None = Field(None, description="Node-local directory; null takes $SLURM_TMPDIR, $TMPDIR or /tmp.")
+    start_timeout: float = Field(900.0, gt=0, description="Seconds in which every rank must have reported.")
+    alive_timeout: float = Field(30.0, gt=0, description="Seconds of silence after which a rank counts as lost.")
+
+
+class Config(_Section):
+    """A run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Runs land in logs/<name>-<time>.")
+    seed: int = Field(0, ge=0, description="Seed of everything that is random.")
+    model: ModelConfig
+    tasks: TasksConfig
+    harness: HarnessConfig
+    cells: CellsConfig
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    serving: ServingConfig = Field(default_factory=ServingConfig)
+    scheduler: SchedulerConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    root: str = Field("", description="Directory that relative paths start from: where Gyre was started.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        scheduler, train = self.scheduler, self.train
+        if train.updates % train.updates_per_batch:
+            raise ValueError(
+                f"train.updates ({train.updates}) must be a multiple of train.updates_per_batch "
+                f"({train.updates_per_batch})"
+            )
+        if scheduler.batch_groups % train.updates_per_batch:
+            raise ValueError(
+                f"scheduler.batch_groups ({scheduler.batch_groups}) must be a multiple of train.updates_per_batch "
+                f"({train.updates_per_batch}): each group is trained in exactly one update"
+            )
+        if train.max_staleness < scheduler.lookahead:
+            raise ValueError(
+                f"train.max_staleness ({train.max_staleness}) must be at least scheduler.lookahead "
+                f"({scheduler.lookahead:g}): with less, groups are dropped and topped up for ever"
+            )
+        return self
+
+    @property
+    def batches(self) -> int:
+        """Training batches of the whole run."""
+        return self.train.updates // self.train.updates_per_batch
+
+
+def _known_keys(path: tuple[str, ...]) -> list[str]:
+    """Keys allowed at a dotted path of the configuration; empty where anything goes."""
+    model: Any = Config
+    for part in path:
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            return []
+        model = field.annotation
+        if get_origin(model) is not None:
+            model = next((a for a in get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    """One line for the first fault of a validation error."""
+    fault = error.errors()[0]
+    path = tuple(str(p) for p in fault["loc"])
+    dotted = ".".join(path)
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, 1, 0.5)
+        where = f" in {'.'.join(path[:-1])}" if path[:-1] else ""
+        hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
+        return f"{source}: unknown key {path[-1]!r}{where}; {hint}"
+    if fault["type"] == "missing":
+        return f"{source}: {dotted} is missing; add it"
+    message = fault["msg"].removeprefix("Value error, ")
+    value = "" if isinstance(fault["input"], (dict, Config)) else f", not {fault['input']!r}"
+    return f"{source}: {dotted + ': ' if dotted else ''}{message[:1].lower() + message[1:]}{value}"
+
+
+def _override(data: dict[str, Any], assignment: str) -> None:
+    """Apply one `a.b=value` (value in YAML) to nested dictionaries."""
+    key, sign, text = assignment.partition("=")
+    if not sign or not key:
+        raise UserError(f"{assignment!r} is not an override; write key=value, for example train.updates=6")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {assignment!r}: the value is not YAML") from error
+    *parents, last = key.split(".")
+    node: Any = data
+    for parent in parents:
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise UserError(f"override {assignment!r}: {'.'.join(parents)} is not a section")
+    node[last] = value
+
+
+def build(data: Any, source: str = "configuration") -> Config:
+    """Validate nested dictionaries into a `Config`.
+
+    Raises:
+        UserError: with one line that names the key and what to change.
+    """
+    if not isinstance(data, dict):
+        raise UserError(f"{source}: the configuration must be a mapping of keys, not {type(data).__name__}")
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_explain(error, source)) from error
+
+
+def load(path: Path | str, overrides: list[str] | tuple[str, ...] = (), root: Path | str | None = None) -> Config:
+    """Read a YAML file, apply `key=value` overrides and validate.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not describe a run.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = f" (line {line + 1})" if line is not None else ""
+        raise UserError(f"{path} is not YAML{where}; correct it") from error
+    if isinstance(data, dict):
+        for assignment in overrides:
+            _override(data, assignment)
+        if not data.get("root"):
+            data["root"] = str(Path(root or Path.cwd()).resolve())
+    return build(data, str(path))
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML, as it is saved in the run directory."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
