@@ -261,6 +261,22 @@ class UpdateSuspendedFor(Event):
 
 
 @dataclass(frozen=True)
+class Usage(Event):
+    """What cells and standalone engines did so far in this attempt, cumulative; see `gyre.usage`.
+
+    Logged after every update, once a minute, and before the end.
+    """
+
+    cell_seconds: float  # cells and standalone engines times seconds
+    serving_seconds: float  # with a live request
+    training_seconds: float  # computing or reducing
+    sampled_tokens: int
+    trained_tokens: int
+    pss_mb: float  # of all processes of the run, now
+    peak_pss_mb: float
+
+
+@dataclass(frozen=True)
 class PolicyPublished(Event):
     """All engines in rollout serve a policy version, or will before they serve again."""
 
