@@ -1,0 +1,346 @@
+"""The numbers of a run, added up from its events. Pure: the only clock is the `t` that events carry.
+
+Conservation: the numbers are those of the run, not of an attempt. An attempt starts from a commit, so updates that an
+earlier attempt made after that commit never happened: they leave the record when the new attempt's `RunStarted` comes,
+and are counted when they are made again. Executions are never run again once closed, so each one counts at its first
+`ExecutionClosed` only. What was spent (seconds, tokens the engines sampled, moves) was spent, and stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre.config import Config
+
+EventData = dict[str, Any]
+
+#: The time left is estimated from this many past updates, at least.
+_RECENT_UPDATES = 5
+
+
+@dataclass
+class UpdateRecord:
+    """One optimizer step."""
+
+    update: int
+    groups: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)  # satellites
+    suspensions: int = 0
+    done: float | None = None  # when, in unix seconds
+    began: float | None = None  # when the core opened its stream
+    members: int = 0
+    micro_steps: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Attempt:
+    """One start of the run."""
+
+    number: int
+    started: float
+    version: int  # that it resumed from
+    cells: int = 0  # with standalone engines
+    last: float = 0.0  # time of its last event
+    ready: float | None = None  # when its first quota went out: every rank was up
+    how: str | None = None  # completed, interrupted, failed; None while it runs, or when it was killed
+    detail: str = ""
+    usage: EventData = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its last event."""
+        return max(0.0, self.last - self.started)
+
+
+@dataclass
+class _Move:
+    epoch: int
+    source: str
+    target: str
+    t: float
+
+
+@dataclass
+class _Group:
+    rewards: list[float]
+    oldest_version: int
+
+
+class RunMetrics:
+    """Everything that summary.json and the live view need; `apply` each event in the order of the log."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.attempts: list[Attempt] = []
+        self.updates: dict[int, UpdateRecord] = {}
+        self.policy_version = 0
+        self.checksums: dict[int, str] = {}
+        self.moves: list[dict[str, Any]] = []
+        self.abandoned_moves = 0
+        self.granted: set[int] = set()
+        self.closed: set[int] = set()
+        self.by_outcome: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.tokens = 0
+        self.top_ups = 0
+        self.dropped_groups: Counter[str] = Counter()
+        self.failed_tries = 0
+        self.lost_ranks = 0
+        self.dispatched = 0
+        self._highest = -1
+        self._groups: dict[int, _Group] = {}
+        self._pending: dict[int, _Move] = {}
+
+    # -- what the numbers are ------------------------------------------------------------------------------------------
+    @property
+    def done(self) -> list[UpdateRecord]:
+        """The updates that were made, in order."""
+        return [self.updates[u] for u in sorted(self.updates) if self.updates[u].done is not None]
+
+    @property
+    def update_count(self) -> int:
+        """Updates made so far; those before a commit count even where their events were lost in a crash."""
+        committed = self.policy_version * self.config.train.updates_per_batch
+        return max([committed, *(r.update for r in self.done)])
+
+    @property
+    def seconds(self) -> float:
+        """Time spent by all attempts; the time between them does not count."""
+        return sum(a.seconds for a in self.attempts)
+
+    def reward(self, record: UpdateRecord) -> float | None:
+        """Mean score of the executions of the groups taken in an update; None where nothing was scored."""
+        scores = [s for g in record.groups if g in self._groups for s in self._groups[g].rewards]
+        return sum(scores) / len(scores) if scores else None
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Mean score of each update made, in order."""
+        return [self.reward(record) for record in self.done]
+
+    def staleness(self, record: UpdateRecord) -> float | None:
+        """Mean, over an update's groups, of the versions between their oldest token and the update; None if unknown."""
+        version = (record.update - 1) // self.config.train.updates_per_batch
+        oldest = [self._groups[g].oldest_version for g in record.groups if g in self._groups]
+        known = [version - v for v in oldest if v >= 0]
+        return sum(known) / len(known) if known else None
+
+    def usage(self, key: str) -> float:
+        """A cumulative number of `gyre.events.Usage`, over all attempts."""
+        return sum(a.usage.get(key, 0) for a in self.attempts)
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """Fraction of all cell-time, start-up included, in which cells served a request or trained."""
+        return self._busy(sum(a.cells * a.seconds for a in self.attempts))
+
+    @property
+    def busy_fraction_after_start(self) -> float | None:
+        """The same, from each attempt's first quota on."""
+        return self._busy(sum(a.cells * (a.last - a.ready) for a in self.attempts if a.ready is not None))
+
+    def _busy(self, cell_seconds: float) -> float | None:
+        if not any(a.usage for a in self.attempts) or cell_seconds <= 0:
+            return None
+        return min(1.0, (self.usage("serving_seconds") + self.usage("training_seconds")) / cell_seconds)
+
+    def seconds_left(self, now: float) -> float | None:
+        """An estimate from the recent updates of this attempt; None before its first."""
+        if not self.attempts:
+            return None
+        attempt = self.attempts[-1]
+        marks = [t for t in [attempt.ready] if t is not None]
+        marks += [r.done for r in self.done if r.done is not None and r.done >= attempt.started]
+        if len(marks) < 2:
+            return None
+        marks = marks[-1 - max(_RECENT_UPDATES, 2 * self.config.train.updates_per_batch) :]
+        each = (marks[-1] - marks[0]) / (len(marks) - 1)
+        missing = self.config.train.updates - self.update_count
+        since = min(each, max(0.0, now - marks[-1]))
+        return max(0.0, missing * each - since) if missing > 0 else 0.0
+
+    # -- events --------------------------------------------------------------------------------------------------------
+    def apply(self, event: EventData) -> None:
+        """Take in one line of events.jsonl; kinds that carry no number are ignored."""
+        if self.attempts and event.get("attempt") == self.attempts[-1].number:
+            self.attempts[-1].last = max(self.attempts[-1].last, event.get("t", 0.0))
+        handler = getattr(self, f"_on_{event['kind']}", None)
+        if handler is not None:
+            handler(event)
+
+    def apply_all(self, events: Iterable[EventData]) -> RunMetrics:
+        """Take in many events; returns itself."""
+        for event in events:
+            self.apply(event)
+        return self
+
+    def _record(self, update: int) -> UpdateRecord:
+        return self.updates.setdefault(update, UpdateRecord(update))
+
+    def _on_run_started(self, event: EventData) -> None:
+        version = event["version"]
+        kept = version * self.config.train.updates_per_batch
+        self.updates = {u: r for u, r in self.updates.items() if u <= kept}
+        self.checksums = {v: c for v, c in self.checksums.items() if v <= version}
+        self.policy_version = version
+        self._pending.clear()
+        cells = event["cells"] + event["standalone"]
+        self.attempts.append(Attempt(event["attempt"], event["t"], version, cells, event["t"]))
+
+    def _on_run_ended(self, event: EventData) -> None:
+        if self.attempts:
+            self.attempts[-1].how, self.attempts[-1].detail = event["how"], event.get("detail", "")
+
+    def _on_usage(self, event: EventData) -> None:
+        if self.attempts:
+            self.attempts[-1].usage = event
+
+    def _on_rank_lost(self, event: EventData) -> None:
+        self.lost_ranks += 1
+        self._pending.pop(event["rank"], None)
+
+    # executions
+    def _on_quota_published(self, event: EventData) -> None:
+        if self.attempts and self.attempts[-1].ready is None:
+            self.attempts[-1].ready = event["t"]
+        first, last = event["first"], event["last"]
+        self.dispatched += max(0, last - max(first - 1, self._highest))
+        self._highest = max(self._highest, last)
+        self.top_ups += event["reason"] == "top_up"
+
+    def _on_execution_granted(self, event: EventData) -> None:
+        self.granted.add(event["n"])
+
+    def _on_try_failed(self, event: EventData) -> None:
+        self.failed_tries += 1
+
+    def _on_execution_closed(self, event: EventData) -> None:
+        if event["n"] in self.closed:
+            return
+        self.closed.add(event["n"])
+        self.by_outcome[event["outcome"]] += 1
+        self.tokens += event.get("tokens", 0)
+        self.requests["total"] += event.get("requests", 0)
+        for key in ("rerouted", "continued", "lost"):
+            self.requests[key] += event.get(key, 0)
+
+    def _on_group_ready(self, event: EventData) -> None:
+        rewards = [score for score in event["rewards"] if score is not None]
+        self._groups[event["group"]] = _Group(rewards, event.get("oldest_version", -1))
+
+    def _on_group_dropped(self, event: EventData) -> None:
+        self.dropped_groups[event["reason"]] += 1
+
+    # moves
+    def _on_move_started(self, event: EventData) -> None:
+        self._pending[event["rank"]] = _Move(event["epoch"], event["source"], event["target"], event["t"])
+
+    def _on_role_reached(self, event: EventData) -> None:
+        move = self._pending.get(event["rank"])
+        if move is None or event["epoch"] < move.epoch:
+            return
+        state = event["state"].lower()
+        if state == move.target.lower():
+            del self._pending[event["rank"]]
+            self.moves.append(
+                {
+                    "cell": event["rank"],
+                    "from": move.source.lower(),
+                    "to": state,
+                    "seconds": round(event["t"] - move.t, 3),
+                    "attempt": event["attempt"],
+                    "t": round(event["t"], 3),
+                }
+            )
+        elif state in (move.source.lower(), "failed"):
+            del self._pending[event["rank"]]
+            self.abandoned_moves += 1
+
+    # training
+    def _on_group_taken(self, event: EventData) -> None:
+        self._record(event["update"]).groups.add(event["group"])
+
+    def _on_update_opened(self, event: EventData) -> None:
+        record = self._record(event["update"])
+        record.began = record.began or event["t"]
+
+    def _on_cell_joined(self, event: EventData) -> None:
+        if event["position"] > 0:
+            self._record(event["update"]).joined.add(event["rank"])
+
+    def _on_update_suspended_for(self, event: EventData) -> None:
+        self._record(event["update"]).suspensions += 1
+
+    def _on_update_done(self, event: EventData) -> None:
+        record = self._record(event["update"])
+        record.done, record.members, record.seconds = event["t"], event["members"], event["seconds"]
+        record.micro_steps, record.metrics = event["micro_steps"], event.get("metrics", {})
+
+    def _on_policy_committed(self, event: EventData) -> None:
+        self.checksums[event["version"]] = event["checksum"]
+
+    def _on_policy_published(self, event: EventData) -> None:
+        self.policy_version = max(self.policy_version, event["version"])
+
+    # -- summary -------------------------------------------------------------------------------------------------------
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds; lists `reward`, `joins`, `staleness` and `suspensions` have an entry per update."""
+        last = self.attempts[-1] if self.attempts else None
+        seconds = self.seconds
+        return {
+            "name": self.config.name,
+            "ended": last.how or "killed" if last else "never started",
+            "detail": last.detail if last else "",
+            "updates": self.update_count,
+            "policy_version": self.policy_version,
+            "weights_checksum": self.checksums.get(self.policy_version),
+            "seconds": round(seconds, 3),
+            "executions": {
+                "dispatched": self.dispatched,
+                "launched": len(self.granted | self.closed),
+                "finished": len(self.closed),
+                "by_outcome": dict(sorted(self.by_outcome.items())),
+                "failed_tries": self.failed_tries,
+            },
+            "requests": {key: self.requests[key] for key in ("total", "rerouted", "continued", "lost")},
+            "reward": [_rounded(r) for r in self.rewards],
+            "joins": [len(r.joined) for r in self.done],
+            "staleness": [_rounded(self.staleness(r)) for r in self.done],
+            "suspensions": [r.suspensions for r in self.done],
+            "top_ups": self.top_ups,
+            "groups_dropped": dict(sorted(self.dropped_groups.items())),
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,
+            "trained_tokens": int(self.usage("trained_tokens")),
+            "gpu_busy_fraction": _rounded(self.busy_fraction),
+            "gpu_busy_fraction_after_start": _rounded(self.busy_fraction_after_start),
+            "peak_pss_mb": max((a.usage.get("peak_pss_mb", 0.0) for a in self.attempts), default=0.0),
+            "lost_ranks": self.lost_ranks,
+            "moves": self.moves,
+            "abandoned_moves": self.abandoned_moves,
+            "per_update": [self._update_summary(r) for r in self.done],
+            "attempts": [
+                {"attempt": a.number, "from_version": a.version, "seconds": round(a.seconds, 3), "ended": a.how or "killed"}
+                for a in self.attempts
+            ],
+        }
+
+    def _update_summary(self, record: UpdateRecord) -> dict[str, Any]:
+        return {
+            "update": record.update,
+            "groups": len(record.groups),
+            "joined": sorted(record.joined),
+            "members": record.members,
+            "micro_steps": record.micro_steps,
+            "seconds": round(record.seconds, 3),
+            "metrics": record.metrics,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
