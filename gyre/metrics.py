@@ -324,10 +324,7 @@ class RunMetrics:
             "moves": self.moves,
             "abandoned_moves": self.abandoned_moves,
             "per_update": [self._update_summary(r) for r in self.done],
-            "attempts": [
-                {"attempt": a.number, "from_version": a.version, "seconds": round(a.seconds, 3), "ended": a.how or "killed"}
-                for a in self.attempts
-            ],
+            "attempts": [_attempt_summary(a) for a in self.attempts],
         }
 
     def _update_summary(self, record: UpdateRecord) -> dict[str, Any]:
@@ -340,6 +337,15 @@ class RunMetrics:
             "seconds": round(record.seconds, 3),
             "metrics": record.metrics,
         }
+
+
+def _attempt_summary(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "attempt": attempt.number,
+        "from_version": attempt.version,
+        "seconds": round(attempt.seconds, 3),
+        "ended": attempt.how or "killed",
+    }
 
 
 def _rounded(value: float | None) -> float | None:
