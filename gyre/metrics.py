@@ -294,7 +294,7 @@ class RunMetrics:
         seconds = self.seconds
         return {
             "name": self.config.name,
-            "ended": last.how or "killed" if last else "never started",
+            "ended": (last.how or "unfinished") if last else "not started",
             "detail": last.detail if last else "",
             "updates": self.update_count,
             "policy_version": self.policy_version,
@@ -344,7 +344,7 @@ def _attempt_summary(attempt: Attempt) -> dict[str, Any]:
         "attempt": attempt.number,
         "from_version": attempt.version,
         "seconds": round(attempt.seconds, 3),
-        "ended": attempt.how or "killed",
+        "ended": attempt.how or "unfinished",
     }
 
 

@@ -79,7 +79,8 @@ _SHOWN_UPDATES = 16
 
 
 def _updates(summary: dict[str, Any]) -> Table | Text:
-    rows = list(zip(summary["per_update"], summary["reward"], summary["staleness"], summary["suspensions"], strict=True))
+    columns = ("per_update", "reward", "staleness", "suspensions")
+    rows = list(zip(*(summary[name] for name in columns), strict=True))
     if not rows:
         return Text("No update was made.")
     grid = Table(box=None, pad_edge=False, header_style="dim")
