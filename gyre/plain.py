@@ -176,6 +176,7 @@ def state_line(config: Config, status: RunStatus, seconds_left: float | None) ->
     where = f"; training on {words.rank_names(config, training)}" if training else ""
     return (
         f"update {s.update} of {s.updates}: {stream.finished} of {stream.published} micro-steps{where}; "
-        f"{s.w} executions outstanding, {s.capacity} slots; {s.ready} groups ready, {s.taken} of {s.batch_groups} taken; "
+        f"{s.w} executions outstanding, {s.capacity} slots; "
+        f"{s.ready} groups ready, {s.taken} of {s.batch_groups} taken; "
         f"{status.tokens_per_second:.0f} tokens/s{reward}{left}"
     )
