@@ -1,0 +1,184 @@
+"""summary.json: numbers of a run over its attempts, from events alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gyre import events as e
+from gyre.metrics import RunMetrics
+from gyre.report import report, summarise, write_summary
+from gyre.status import RankStatus
+from gyre.usage import UsageMeter
+from tests.fake_run import START, Script, make_config, write_run
+
+
+def metrics_of(script: Script) -> RunMetrics:
+    return RunMetrics(make_config()).apply_all(script.events)
+
+
+def two_updates() -> Script:
+    script = Script()
+    script.start()
+    script.batch(1, (0.0, 0.5))
+    script.batch(2, (0.5, 1.0), joined=(1, 2))
+    return script
+
+
+def test_summary_of_a_whole_run() -> None:
+    script = two_updates()
+    script.end()
+    summary = metrics_of(script).summary()
+    assert summary["ended"] == "completed"
+    assert (summary["updates"], summary["policy_version"]) == (2, 2)
+    assert summary["executions"]["dispatched"] == summary["executions"]["launched"] == 16
+    assert summary["executions"]["by_outcome"] == {"completed": 16}
+    assert summary["requests"] == {"total": 32, "rerouted": 0, "continued": 0, "lost": 0}
+    assert summary["reward"] == [0.25, 0.75]
+    assert summary["joins"] == [1, 2]
+    assert summary["weights_checksum"] == "checksum-1-2"
+    assert summary["tokens"] == 640
+    assert summary["gpu_busy_fraction"] == pytest.approx(0.6, abs=0.01)
+    assert summary["gpu_busy_fraction_after_start"] > summary["gpu_busy_fraction"]
+    assert summary["peak_pss_mb"] == 4200
+    assert [m["to"] for m in summary["moves"]].count("training") == 5
+    first = summary["moves"][0]
+    assert (first["cell"], first["from"], first["to"], first["seconds"]) == (0, "rollout", "training", 2.0)
+    json.dumps(summary)
+
+
+def test_executions_counted_from_zero_or_one() -> None:
+    for base in (0, 1):
+        script = Script()
+        script.start()
+        script.quota(base, base + 7)
+        script.quota(base + 8, base + 9, "top_up")
+        summary = metrics_of(script).summary()
+        assert summary["executions"]["dispatched"] == 10
+        assert summary["top_ups"] == 1
+
+
+def test_updates_after_the_last_commit_are_not_counted_twice() -> None:
+    script = two_updates()
+    lost = Script(script.t)
+    lost.attempt, lost.epoch = script.attempt, script.epoch
+    lost.batch(3, (0.0, 0.0), joined=(2,))
+    # The crash comes after update 3's step, before its commit is durable.
+    cut = next(i for i, x in enumerate(lost.events) if x["kind"] == "policy_committed")
+    script.events += lost.events[:cut]
+    before = metrics_of(script)
+    assert before.update_count == 3
+    script.t = lost.t + 1000
+    script.start(version=2)
+    after = metrics_of(script)
+    assert (after.update_count, after.policy_version) == (2, 2)
+    assert after.rewards == [0.25, 0.75]
+    # Executions 16..23 stay closed; their groups are trained on once more, in the update that counts.
+    script.update(3, [8, 9, 10, 11], joined=(1, 2))
+    script.publish(3)
+    script.end()
+    summary = metrics_of(script).summary()
+    assert summary["updates"] == 3
+    assert summary["reward"] == [0.25, 0.75, 0.0]
+    assert summary["joins"] == [1, 2, 2]
+    assert summary["executions"]["finished"] == 24
+    assert summary["weights_checksum"] == "checksum-2-3"
+    assert [a["ended"] for a in summary["attempts"]] == ["unfinished", "completed"]
+    assert summary["seconds"] == pytest.approx(sum(a["seconds"] for a in summary["attempts"]))
+    assert summary["seconds"] < script.t - START - 900  # the time between attempts is nobody's
+
+
+def test_a_commit_counts_although_its_events_were_lost() -> None:
+    script = two_updates()
+    cut = next(i for i, x in enumerate(script.events) if x["kind"] == "update_done" and x["update"] == 2)
+    script.events = script.events[:cut]
+    script.start(version=2)
+    assert metrics_of(script).summary()["updates"] == 2
+
+
+def test_an_execution_counts_at_its_first_closing() -> None:
+    script = Script()
+    script.start()
+    script.quota(0, 1)
+    script.close(0, lost=1)
+    script.close(0, outcome="failed")
+    script.close(1, None, "timed_out", rerouted=1, continued=1)
+    summary = metrics_of(script).summary()
+    assert summary["executions"]["by_outcome"] == {"completed": 1, "timed_out": 1}
+    assert summary["requests"] == {"total": 4, "rerouted": 1, "continued": 1, "lost": 1}
+
+
+def test_closed_on_disk_but_not_logged(tmp_path: Path) -> None:
+    script = Script()
+    script.start()
+    script.quota(0, 1)
+    script.close(0)
+    script.say(e.ExecutionGranted(1, 1, 3, 0))
+    run = write_run(tmp_path / "r", make_config(), script.events, None)
+    run.execution(1).mkdir()
+    run.outcome(1).write_text(json.dumps({"n": 1, "outcome": "failed", "tokens": 7, "requests": 1}))
+    summary = summarise(run)
+    assert summary["executions"]["by_outcome"] == {"completed": 1, "failed": 1}
+    assert summary["tokens"] == 47
+
+
+def test_moves_that_were_abandoned() -> None:
+    script = Script()
+    script.start()
+    script.say(e.MoveStarted(1, 5, "ROLLOUT", "TRAINING", "", [3]))
+    script.say(e.RoleReached(1, 1, 5, "DRAINING"))
+    script.say(e.RoleReached(1, 1, 5, "ROLLOUT"))
+    script.say(e.MoveStarted(2, 1, "ROLLOUT", "TRAINING", "", []))
+    script.say(e.RankLost(2, 1, "silent"))
+    summary = metrics_of(script).summary()
+    assert (summary["moves"], summary["abandoned_moves"], summary["lost_ranks"]) == ([], 1, 1)
+
+
+def test_staleness_counts_versions_since_the_oldest_token() -> None:
+    script = two_updates()
+    for event in script.events:
+        if event["kind"] == "group_ready":
+            event["oldest_version"] = 0
+    assert metrics_of(script).summary()["staleness"] == [0.0, 1.0]
+
+
+def test_time_left_comes_from_the_updates_of_this_attempt() -> None:
+    script = Script()
+    script.start()
+    assert metrics_of(script).seconds_left(script.t) is None
+    script.batch(1)
+    script.batch(2)
+    metrics = metrics_of(script)
+    left = metrics.seconds_left(metrics.updates[2].done or 0)
+    each = ((metrics.updates[2].done or 0) - (metrics.attempts[0].ready or 0)) / 2
+    assert left == pytest.approx(4 * each)
+
+
+def test_usage_survives_restarts_of_a_rank() -> None:
+    meter = UsageMeter(cells=2, started=0.0)
+    a = RankStatus(0, "core", serving_seconds=5, training_seconds=2, tokens=100, pss_mb=10)
+    b = RankStatus(1, "satellite", serving_seconds=8, tokens=50, pss_mb=20)
+    meter.observe(10, [a, b])
+    again = RankStatus(1, "satellite", incarnation=2, serving_seconds=1, tokens=10, pss_mb=5)
+    meter.observe(20, [a, again])
+    meter.observe(21, [a, b])  # a late word of the earlier incarnation
+    usage = meter.event(22)
+    assert (usage.cell_seconds, usage.serving_seconds, usage.training_seconds) == (44, 14, 2)
+    assert (usage.sampled_tokens, usage.peak_pss_mb) == (160, 30)
+    assert again.tokens_per_second == 1.0
+
+
+def test_report_is_readable_for_every_kind_of_end(tmp_path: Path) -> None:
+    script = two_updates()
+    run = write_run(tmp_path / "r", make_config(), script.events, None)
+    assert "r unfinished" in report(run.path)
+    script.end()
+    run = write_run(tmp_path / "r", make_config(), script.events, None)
+    text = report(run.path)
+    assert "r completed" in text and "2 updates" in text and "0 lost" in text
+    assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
+    assert write_summary(run) == json.loads(run.summary.read_text())
+    empty = write_run(tmp_path / "empty", make_config(), [], None)
+    assert "empty not started" in report(empty.path)
