@@ -42,6 +42,10 @@ class WeightsMismatch(GyreError):
     """Pulled or loaded weights do not have the checksum or the identity that was announced."""
 
 
+class IllegalTransition(GyreError):
+    """A cell was to enter a state that no transition leads to; the message carries the states before."""
+
+
 class InvariantBroken(GyreError):
     """One of the fifteen invariants of docs/architecture.md does not hold. The message carries its number."""
 
