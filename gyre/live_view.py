@@ -52,6 +52,7 @@ class Picture:
     rewards: Sequence[float | None] = ()
     events: Sequence[str] = field(default_factory=tuple)  # newest last
     seconds_left: float | None = None
+    updates_done: int = 0
 
 
 def sparkline(values: Sequence[float | None], width: int, glyphs: Glyphs = UNICODE) -> str:
@@ -101,6 +102,8 @@ def render(picture: Picture, width: int, height: int, glyphs: Glyphs = UNICODE) 
     status = picture.status
     if status is None:
         return _fit([*lines, *_events(picture, width, height - 4)], height)
+    if status.final:  # the summary follows
+        return _fit(lines, height)
     room = height - len(lines) - (len(picture.notice) // max(1, width) if picture.notice else 0)
     if status.state != "starting" and room > 2:
         numbers = _numbers(picture, status, width, glyphs)[: max(1, room - 1)]
@@ -127,14 +130,14 @@ def _title(picture: Picture, width: int) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(status.name or picture.config.name, "bold")
     text.append(f"  {status.state}", _RUN_STYLE.get(status.state, "bold"))
-    text.append(f" {words.duration(max(0.0, status.time - status.started))}")
+    text.append(f" {_age(status.time - status.started)}")
     if status.attempt > 1:
         text.append(f"  attempt {status.attempt}", "yellow")
     s = status.scheduler
     if status.state != "starting":
         text.append(f"  update {s.update} of {s.updates}  policy {s.version}")
         if picture.seconds_left is not None and not status.final:
-            text.append(f"  about {words.duration(picture.seconds_left)} left")
+            text.append(f"  about {_age(picture.seconds_left)} left")
     if status.detail:
         text.append(f"  {status.detail}", "dim")
     return text
@@ -148,8 +151,8 @@ def _numbers(picture: Picture, status: RunStatus, width: int, glyphs: Glyphs) ->
     return [
         _row(
             "updates",
-            bar([(max(0, s.update - 1), glyphs.full, "blue")], s.updates, room, glyphs),
-            f"{max(0, s.update - 1)} of {s.updates} before this one; batch {s.batch} of {s.batches}",
+            bar([(picture.updates_done, glyphs.full, "blue")], s.updates, room, glyphs),
+            f"{picture.updates_done} of {s.updates} made; batch {s.batch} of {s.batches}",
         ),
         _row(
             "waterlevel",
@@ -186,7 +189,7 @@ def _row(name: str, graph: Text, text: str) -> Text:
 
 def _phase(name: str, detail: str, fraction: float | None, seconds: float, width: int, glyphs: Glyphs) -> Text:
     graph = _progress(fraction, max(8, min(30, width - 60)), glyphs)
-    return _row(name[:12], graph, f"{detail}  {words.duration(max(0.0, seconds))}")
+    return _row(name[:12], graph, f"{detail}  {_age(seconds)}")
 
 
 def _progress(fraction: float | None, width: int, glyphs: Glyphs) -> Text:
@@ -221,7 +224,8 @@ def _ranks(status: RunStatus, picture: Picture, width: int, height: int, glyphs:
     for rank in ranks:
         grid.add_row(*_rank_cells(picture, rank, wide, glyphs))
     if hidden:
-        grid.add_row(f"+ {len(hidden)}", "", _slots(hidden, wide, glyphs), _counted(hidden), style="dim")
+        cells = [rank for rank in hidden if rank.kind != "host"]
+        grid.add_row(f"+ {len(hidden)}", "", _slots(cells, False, glyphs), _counted(hidden), style="dim")
     return grid
 
 
@@ -254,8 +258,13 @@ def _rank_cells(picture: Picture, rank: RankStatus, wide: bool, glyphs: Glyphs) 
     ]
     if wide:
         rate = f"{rank.tokens_per_second:.0f}" if rank.kind != "host" and rank.tokens_per_second else "-"
-        cells += [rate, words.duration(max(0.0, picture.now - rank.since)) if rank.since else "-"]
+        cells += [rate, _age(picture.now - rank.since) if rank.since else "-"]
     return cells
+
+
+def _age(seconds: float) -> str:
+    """A duration without a fraction that would flicker."""
+    return f"{max(0, int(seconds))}s" if seconds < 10 else words.duration(seconds)
 
 
 def _events(picture: Picture, width: int, height: int) -> list[RenderableType]:

@@ -19,21 +19,23 @@ from gyre.status import RunStatus
 
 EventData = dict[str, Any]
 
-_AT_ONCE = {"run_started", "rank_lost", "quota_published", "update_suspended_for", "run_ended"}
+_AT_ONCE = {"run_started", "rank_lost", "update_suspended_for", "run_ended"}
 #: A kind that is said at once is gathered instead after this many lines within a gap.
 _BURST = 3
 #: Updates that are said one by one within a gap; more are said in one line.
 _SINGLE_UPDATES = 3
+#: Role changes and bursts are said one by one for this many seconds; later the lines of state tell enough.
+_ROLES_SAID = 3600.0
 
 
 def gap(elapsed: float) -> float:
     """Seconds between routine lines when the attempt is `elapsed` seconds old."""
-    return 3.0 if elapsed < 600 else 15.0 if elapsed < 3600 else 60.0
+    return 3.0 if elapsed < 600 else 15.0 if elapsed < _ROLES_SAID else 120.0
 
 
 def state_gap(elapsed: float) -> float:
     """Seconds between lines of state."""
-    return 30.0 if elapsed < 3600 else 300.0
+    return 30.0 if elapsed < _ROLES_SAID else 300.0
 
 
 class PlainReporter:
@@ -58,6 +60,7 @@ class PlainReporter:
         self._roles: dict[int, str] = {}
         self._updates: list[EventData] = []
         self._policies: list[int] = []
+        self._bursts: list[str] = []
         self._troubles: dict[str, list[str]] = {}
         self._phases = ""
 
@@ -90,6 +93,8 @@ class PlainReporter:
             self._updates.append(event)
         elif kind == "policy_published":
             self._policies.append(event["version"])
+        elif kind == "quota_published" and event["reason"] == "burst":
+            self._bursts.append(words.describe(self._config, event) or "")
         elif kind != "move_started" and (text := words.describe(self._config, event)):
             self._troubles.setdefault(kind, []).append(text)
 
@@ -112,10 +117,11 @@ class PlainReporter:
         self._said = self._clock()
         if self._ready:
             self.line(f"ready: {words.rank_names(self._config, self._ready)}")
-        self._say_roles()
-        self._say_updates()
-        if self._policies:
-            self.line(f"policy {self._policies[-1]} published")
+        if self._said - self._started < _ROLES_SAID:
+            self._say_roles()
+            for text in self._bursts:
+                self.line(text)
+        self._say_updates(f"policy {self._policies[-1]} published" if self._policies else "")
         for texts in self._troubles.values():
             more = f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else ""
             self.line(texts[0] + more)
@@ -123,6 +129,7 @@ class PlainReporter:
         self._roles.clear()
         self._updates.clear()
         self._policies.clear()
+        self._bursts.clear()
         self._troubles.clear()
 
     def _say_roles(self) -> None:
@@ -131,17 +138,24 @@ class PlainReporter:
             if ranks:
                 self.line(f"{word}: {words.rank_names(self._config, ranks)}")
 
-    def _say_updates(self) -> None:
+    def _say_updates(self, policy: str) -> None:
+        texts = self._update_texts()
+        if policy and texts:
+            texts[-1] += f"; {policy}"
+        elif policy:
+            texts = [policy]
+        for text in texts:
+            self.line(text)
+
+    def _update_texts(self) -> list[str]:
         metrics = self._metrics
-        records = [metrics.updates[e["update"]] for e in self._updates if e["update"] in metrics.updates]
-        if len(self._updates) <= _SINGLE_UPDATES:
-            for event, record in zip(self._updates, records, strict=False):
-                self.line(words.update_line(self._config, event, metrics.reward(record), record.joined), event.get("t"))
-            return
-        rewards = [r for r in (metrics.reward(record) for record in records) if r is not None]
+        done = [(e, metrics.updates[e["update"]]) for e in self._updates if e["update"] in metrics.updates]
+        if len(done) <= _SINGLE_UPDATES:
+            return [words.update_line(self._config, e, metrics.reward(record), record.joined) for e, record in done]
+        rewards = [r for r in (metrics.reward(record) for _, record in done) if r is not None]
         span = f", reward {rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else ""
-        numbers = words.ranges(e["update"] for e in self._updates)
-        self.line(f"updates {numbers} of {self._config.train.updates} done{span}")
+        numbers = words.ranges(e["update"] for e, _ in done)
+        return [f"updates {numbers} of {self._config.train.updates} done{span}"]
 
     def _say_phases(self, status: RunStatus) -> None:
         text = phases_line(self._config, status)

@@ -138,6 +138,7 @@ class RunReader:
             rewards=self.metrics.rewards,
             events=tuple(self.recent),
             seconds_left=self.metrics.seconds_left(now),
+            updates_done=self.metrics.update_count,
         )
 
     def _notice(self, now: float, monotonic: float) -> str:

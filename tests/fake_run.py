@@ -1,4 +1,4 @@
-"""A made-up run directory for tests of what people look at: three cells, one host, events and status of a few updates."""
+"""A made-up run directory for tests of what people look at: three cells, one host, a few updates."""
 
 from __future__ import annotations
 
