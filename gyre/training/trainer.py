@@ -6,12 +6,12 @@
 It stays alive across role changes. Operations, their arguments and what they return (times in seconds, sizes in
 bytes); an operation that fails is answered with an error, and its effect on an update is nil (invariant 8):
 
-start(run_dir, attempt, rank, incarnation, store={"prefix", "address", "port"}, secret,
-      core=False, device="cpu" | "cuda", model=None, version=0, scratch=None, interface=None)
-    Builds the model from the run directory's configuration (`model` replaces `model.path` by a directory) and parks.
-    The core loads the weights, or commit `version` where that is above 0, wraps them in DeepSpeed, and writes and
-    announces snapshot `version * updates_per_batch`. A satellite has no weights before its first update.
-    -> {"seconds", "parameters", "snapshot", "checksum"}            (the last two from the core alone)
+start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, model, address, scratch)
+    Builds the model of directory `model` under the run directory's configuration, and parks. Rank 0 is the core: it
+    loads the latest commit (or the model's weights where there is none), wraps them in DeepSpeed, and writes and
+    announces snapshot `version * updates_per_batch`. A satellite has no weights before its first update. `prefix` is
+    that of the store's keys, `address` this node's, as other ranks reach it. On a GPU where `cells.gpus` > 0.
+    -> {"seconds", "parameters", "version", "snapshot", "checksum"}     (the last three from the core alone)
 wake()       take device memory back, before the first train after a park -> {"seconds"}
 park()       give device memory back: a satellite's weights, gradients and accumulators; the core's gradients and
              accumulators (and on a GPU its weights and optimizer state go to CPU memory); a partial sum of a
@@ -40,6 +40,6 @@ Events: {"type": "opened", "update"}             the core opened the stream (or 
         {"type": "progress", "update", "micro_steps", "tokens"}     after each micro-step; totals of this member
         {"type": "stage", "stage", "update"}     pulling, training, waiting, reducing, stepping, writing; for people
 
-It connects to the store itself, with `Store.connect(prefix, address, port)`, and finds the feeder's URL in the store
+It connects to the store itself, with `Store.connect(prefix, host, port)`, and finds the feeder's URL in the store
 word `feeder` and the weight server's in `snapshots`. Shared memory is named `gyre-<run>-<attempt>-*` in /dev/shm.
 """

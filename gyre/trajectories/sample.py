@@ -35,7 +35,7 @@ class Sample:
         n = len(self.tokens)
         for name in ("trained", "logprobs", "versions", "temperatures"):
             if getattr(self, name).shape != (n,):
-                raise ValueError(f"execution {self.execution}: {name} has shape {getattr(self, name).shape}, not ({n},)")
+                raise ValueError(f"execution {self.execution}: {name} does not have the shape ({n},)")
         if n and self.trained[0]:
             raise ValueError(f"execution {self.execution}: the first token has no context and cannot be trained on")
         chosen = self.trained

@@ -1,0 +1,220 @@
+"""What the feeder knows: groups in the order they were fed, and the stream that each update makes of them. Pure.
+
+Groups wait untaken until a claim needs them; a group is taken when the first of its rows is claimed, and then belongs
+to that update for the whole run (invariants 8 and 12). Micro-steps are packed at the moment of the claim, so none is
+ever ahead of one. The same calls in the same order give the same micro-steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gyre.errors import InvariantBroken, StreamConflict
+from gyre.training.ledger import Leases, Member
+from gyre.training.packing import MicroStep, Row, choose, lay_out
+
+Answer = Literal["step", "wait", "closed", "suspended", "barred"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a claim is answered: a micro-step, or why there is none."""
+
+    answer: Answer
+    step: MicroStep | None = None
+    unfinished: int = 0  # micro-steps that members still work on
+    taken: tuple[int, ...] = ()  # groups that this claim took
+
+
+@dataclass
+class Stream:
+    """The stream of one update."""
+
+    update: int
+    groups: int  # that it takes
+    taken: list[int] = field(default_factory=list)
+    leftover: list[Row] = field(default_factory=list)  # rows of taken groups that are in no micro-step yet
+    steps: dict[int, MicroStep] = field(default_factory=dict)
+    leases: Leases = field(default_factory=Leases)
+    suspended: bool = False
+    settled: bool = False  # its sum is complete at the core
+    tokens: int = 0
+    cells: int = 0  # of the matrices, padding included
+    stale: float = 0.0  # versions between sampling and training, summed over trained tokens
+    oldest: int = 0  # the largest of them
+    trained: int = 0  # tokens
+
+    @property
+    def dry(self) -> bool:
+        """All its groups are taken and all their rows are in micro-steps that somebody holds."""
+        return len(self.taken) >= self.groups and not self.leftover and not self.leases.free
+
+    def numbers(self) -> dict[str, float]:
+        """What is worth knowing about its data: fill, staleness in versions, rows' tokens."""
+        return {
+            "groups": len(self.taken),
+            "sequence_tokens": self.tokens,
+            "fill": self.tokens / self.cells if self.cells else 0.0,
+            "staleness_mean": self.stale / self.trained if self.trained else 0.0,
+            "staleness_max": self.oldest,
+        }
+
+
+class Supply:
+    """Groups and streams. `budget` is the tokens of a micro-step, `trained` the groups of earlier attempts' commits."""
+
+    def __init__(self, budget: int, trained: Iterable[int] = ()) -> None:
+        self._budget = budget
+        self._seen: set[int] = set(trained)  # fed once already, in the whole run
+        self._ready: dict[int, list[Row] | None] = {}  # untaken, in order; None while its samples are loading
+        self._policy: dict[int, int] = {}
+        self.streams: dict[int, Stream] = {}
+
+    @property
+    def untaken(self) -> int:
+        """Groups that are here and that no update has taken."""
+        return len(self._ready)
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+    def reserve(self, group: int, policy: int = 0) -> None:
+        """A group takes its place in the order; its rows come with `fill`. `policy` is the version now trained on."""
+        if group in self._seen:
+            raise InvariantBroken(12, f"group {group} was fed before; a group is trained on in one update of a run")
+        self._seen.add(group)
+        self._ready[group] = None
+        self._policy[group] = policy
+
+    def fill(self, group: int, rows: list[Row]) -> None:
+        """The rows of a reserved group; none where it has nothing to teach. A group dropped since is ignored."""
+        if group in self._ready:
+            self._ready[group] = rows
+
+    def drop(self, group: int) -> bool:
+        """Forget an untaken group, which may be fed again; False where it is taken or unknown."""
+        if group not in self._ready:
+            return False
+        del self._ready[group]
+        self._seen.discard(group)
+        return True
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+    def begin(self, update: int, groups: int) -> None:
+        """Open the stream of an update that takes this many groups."""
+        if update in self.streams:
+            raise StreamConflict(f"update {update} was begun before")
+        if self.streams and update < max(self.streams):
+            raise StreamConflict(f"update {update} comes after update {max(self.streams)}")
+        self.streams[update] = Stream(update, groups)
+
+    def stream(self, update: int) -> Stream:
+        """The stream of an update that was begun and is not committed."""
+        if update not in self.streams:
+            raise StreamConflict(f"update {update} is not open")
+        return self.streams[update]
+
+    def suspend(self, update: int) -> None:
+        """Give no more micro-steps until `resume`."""
+        self.stream(update).suspended = True
+
+    def resume(self, update: int) -> None:
+        """Go on after a suspension."""
+        self.stream(update).suspended = False
+
+    def close_short(self, update: int) -> int:
+        """Take no further group; returns how many it has."""
+        stream = self.stream(update)
+        stream.groups = len(stream.taken)
+        return stream.groups
+
+    def committed(self, update: int) -> None:
+        """Forget the micro-steps of this update and of earlier ones."""
+        for known in [u for u in self.streams if u <= update]:
+            del self.streams[known]
+
+    def bar(self, member: Member) -> dict[int, list[int]]:
+        """Shut a member out of every update whose sum is not complete; returns what went back, per update."""
+        open_streams = [stream for stream in self.streams.values() if not stream.settled]
+        return {stream.update: stream.leases.bar(member) for stream in open_streams}
+
+    # -- claims ----------------------------------------------------------------------------------------------------
+    def claim(self, update: int, member: Member, finished: Iterable[int] = ()) -> Claim:
+        """Note what a member finished and give it the next micro-step, or say why there is none."""
+        stream = self.streams.get(update)
+        if stream is None:
+            newest = max(self.streams, default=0)
+            return Claim("wait" if update > newest else "closed")
+        leases = stream.leases
+        if member in leases.barred:
+            return Claim("barred")
+        leases.finish(member, finished)
+        if stream.suspended:
+            return Claim("suspended", unfinished=len(leases.unfinished()))
+        taken: tuple[int, ...] = ()
+        if not leases.free:
+            taken = self._pack(stream)
+        step = leases.lease(member)
+        if step is not None:
+            return Claim("step", stream.steps[step], len(leases.unfinished()), taken)
+        return Claim("closed" if stream.dry else "wait", None, len(leases.unfinished()), taken)
+
+    def _pack(self, stream: Stream) -> tuple[int, ...]:
+        """Publish one more micro-step from the oldest rows, if there are any; returns the groups it took."""
+        taken: list[int] = []
+        pool: list[tuple[int | None, Row]] = [(None, row) for row in stream.leftover]
+        room = stream.groups - len(stream.taken)
+        tokens = sum(len(row.sample) for row in stream.leftover)
+        for group, rows in list(self._ready.items()):
+            if rows is None or room <= 0 or tokens >= self._budget:
+                break
+            room -= 1
+            if rows:
+                pool.extend((group, row) for row in rows)
+                tokens += sum(len(row.sample) for row in rows)
+            else:
+                taken.append(group)  # it has nothing to teach: passing it is taking it
+        chosen = choose([len(row.sample) for _, row in pool], self._budget)
+        for index in chosen:
+            group = pool[index][0]
+            if group is not None and group not in taken:
+                taken.append(group)
+        picked = set(chosen)
+        stream.leftover = [
+            row for i, (group, row) in enumerate(pool) if i not in picked and (group is None or group in taken)
+        ]
+        for group in taken:
+            del self._ready[group]
+        stream.taken.extend(taken)
+        if chosen:
+            self._publish(stream, [pool[i] for i in chosen])
+        return tuple(taken)
+
+    def _publish(self, stream: Stream, pool: list[tuple[int | None, Row]]) -> None:
+        rows = [row for _, row in pool]
+        step = lay_out(len(stream.steps) + 1, rows)
+        stream.steps[step.id] = step
+        stream.leases.publish(step.id)
+        stream.cells += step.tokens.size
+        for row in rows:
+            sample = row.sample
+            lag = self._policy[sample.group] - sample.versions[sample.trained]
+            stream.tokens += len(sample)
+            stream.trained += len(lag)
+            stream.stale += float(lag.sum())
+            stream.oldest = max(stream.oldest, int(lag.max(initial=0)))
+
+    # -- sums ------------------------------------------------------------------------------------------------------
+    def settle(self, update: int, ledgers: Mapping[Member, Iterable[int]], core: Member, final: bool) -> str | None:
+        """Check that these sums may be added up (invariant 8); None if so, else why not.
+
+        With `final` they are the whole update and its stream ends; without, they become the core's partial sum.
+        """
+        stream = self.stream(update)
+        if final and not stream.dry:
+            return "the stream is not dry"
+        fault = stream.leases.fault(ledgers, final)
+        if fault is None:
+            stream.leases.merge(ledgers, core)
+            stream.settled = final
+        return fault
