@@ -1,0 +1,168 @@
+"""Sums of gradients: fp32 accumulators of a cell, and their reduction onto the core over a prefix of the cells.
+
+Each cell has a default process group of its own, and DeepSpeed never sees the other cells. Across cells there are raw
+process groups over the run's store, one per (name, members), made when a reduce first needs them: by then all members
+are there. A group that failed is dead for good; the next one has another name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gyre.errors import GyreError
+
+log = logging.getLogger(__name__)
+
+_BUCKET_BYTES = 32 << 20
+_POLL_SECONDS = 0.001
+
+
+class ReduceFailed(GyreError):
+    """A group could not be made, or a reduce on it failed or was called off; the group is dead, the sums are not."""
+
+
+class Flat:
+    """One buffer for the tensors of a list of shapes, whose memory can be given back and taken again.
+
+    All views share one storage, so giving memory back is one call and returns it to the system at once.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device | str) -> None:
+        sizes = [shape.numel() for shape in shapes]
+        self.data = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = self.data.split(sizes)
+        self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._bytes = self.data.untyped_storage().nbytes()
+
+    @property
+    def held(self) -> int:
+        """Bytes held now."""
+        return self.data.untyped_storage().nbytes()
+
+    def release(self) -> None:
+        """Give the memory back; the contents are gone."""
+        self.data.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take memory again; the contents are undefined."""
+        if self.held == 0:
+            self.data.untyped_storage().resize_(self._bytes)
+
+
+class Accumulators:
+    """The fp32 sums of one cell's gradients in one update."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: torch.device | str) -> None:
+        # ZeRO-3 leaves a parameter empty between uses; its whole shape is then in ds_shape
+        self._parameters = list(parameters)
+        shapes = [torch.Size(getattr(p, "ds_shape", p.shape)) for p in self._parameters]
+        self.flat = Flat(shapes, torch.float32, device)
+        self.flat.release()
+        self._views = dict(zip(map(id, self._parameters), self.flat.views, strict=True))
+
+    def begin(self) -> None:
+        """Take memory and start from zero."""
+        self.flat.restore()
+        self.flat.data.zero_()
+
+    def absorb(self, parameter: torch.nn.Parameter) -> None:
+        """Move a parameter's gradient into its sum."""
+        if parameter.grad is not None:
+            view = self._views[id(parameter)]
+            view.add_(parameter.grad.view_as(view))
+            parameter.grad = None
+
+    def absorb_all(self) -> None:
+        """Move every gradient that is there."""
+        for parameter in self._parameters:
+            self.absorb(parameter)
+
+    def hook(self) -> None:
+        """Have every gradient moved as soon as it is complete, so that they are never all there at once."""
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self.absorb)
+
+
+class Groups:
+    """The raw process groups of one rank with other cells."""
+
+    def __init__(self, store: dist.Store, rank: int, device: torch.device | str, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._cuda = torch.device(device).type == "cuda"
+        self._timeout = timedelta(seconds=timeout)
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def get(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these ranks (the first is the root) under a name; all of them must ask for it.
+
+        Raises:
+            ReduceFailed: it did not come about within the timeout.
+        """
+        key = (name, tuple(ranks))
+        if key not in self._groups:
+            store = dist.PrefixStore(f"groups/{name}/{len(ranks)}", self._store)
+            make = dist.ProcessGroupNCCL if self._cuda else dist.ProcessGroupGloo
+            try:
+                self._groups[key] = make(store, ranks.index(self._rank), len(ranks), timeout=self._timeout)
+            except (RuntimeError, ValueError) as error:
+                raise ReduceFailed(f"group {name} of ranks {list(ranks)}: {str(error).splitlines()[0]}") from error
+        return self._groups[key]
+
+    def forget(self, name: str, ranks: Sequence[int]) -> None:
+        """Drop a group that failed, calling off what still runs on it."""
+        group = self._groups.pop((name, tuple(ranks)), None)
+        if group is not None:
+            try:
+                group.abort()
+            except RuntimeError as error:
+                log.info("abort of group %s: %s", name, error)
+
+    def keep_only(self, prefix: str) -> None:
+        """Drop the groups whose name does not begin with `prefix`: those of earlier generations."""
+        for name, ranks in [key for key in self._groups if not key[0].startswith(prefix)]:
+            del self._groups[name, ranks]
+
+
+def reduce_to_root(
+    group: dist.ProcessGroup, source: torch.Tensor, target: torch.Tensor | None, called_off: Callable[[], bool]
+) -> None:
+    """Add `source` (flat) of all members up in the root's `target`; other members give no target.
+
+    It goes bucket by bucket through a copy, since a backend may scribble on what it was given: `source` stays intact
+    on every member, so that a failed reduce can be repeated on another group. `called_off` is asked now and then.
+
+    Raises:
+        ReduceFailed: the group failed or the reduce was called off; the contents of `target` are then undefined.
+    """
+    options = dist.ReduceOptions()
+    options.rootRank = 0
+    size = max(1, _BUCKET_BYTES // source.element_size())
+    bucket = torch.empty(min(size, source.numel()), dtype=source.dtype, device=source.device)
+    for start in range(0, source.numel(), size):
+        part = source[start : start + size]
+        copy = bucket[: part.numel()]
+        copy.copy_(part)
+        try:
+            _wait(group.reduce([copy], options), called_off)
+        except RuntimeError as error:
+            raise ReduceFailed(str(error).splitlines()[0]) from error
+        if target is not None:
+            target[start : start + size].copy_(copy)
+
+
+def _wait(work: dist.Work, called_off: Callable[[], bool]) -> None:
+    patience = time.monotonic() + 0.1
+    while not work.is_completed():
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() > patience:
+            if called_off():
+                raise ReduceFailed("called off")
+            patience = time.monotonic() + 0.1
+    work.wait()
