@@ -1,0 +1,146 @@
+"""The executions a proxy serves, and the switchboard that says where their requests go now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gyre.proxy.recorder import CallRecord, Recorder
+from gyre.proxy.routing import Route, RouteTable
+
+#: Seconds that an engine which lost its route has to end a request itself before the proxy turns away from it.
+LEAVE_SECONDS = 5.0
+
+
+@dataclass
+class Counts:
+    """What happened to one execution's requests. A rerouted, continued or lost request counts once each."""
+
+    requests: int = 0
+    rerouted: int = 0  # issued again, on another engine or after a move
+    continued: int = 0  # with at least one token kept
+    restarted: int = 0  # with at least one token thrown away
+    lost: int = 0  # no complete answer although the client was still there
+    abandoned: int = 0  # the client left, or the execution closed
+    tokens: int = 0  # sampled and recorded
+    masked: int = 0  # of these, not to be trained on
+    oldest_version: int = -1
+    held_seconds: float = 0.0
+
+
+class Execution:
+    """One try of an execution: its token, records, counts, and the clock of its holds."""
+
+    def __init__(self, number: int, try_number: int, token: str, record_path: Path) -> None:
+        self.number = number
+        self.try_number = try_number
+        self.token = token
+        self.counts = Counts()
+        self.closed = False
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._recorder = Recorder(record_path)
+        self._holds = 0
+        self._held_since = 0.0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """A request waits for an engine; the execution's clock stands still while any does."""
+        if not self._holds:
+            self._held_since = time.monotonic()
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self.counts.held_seconds += time.monotonic() - self._held_since
+
+    @property
+    def held(self) -> bool:
+        """Whether a request is held now."""
+        return self._holds > 0
+
+    @property
+    def held_seconds(self) -> float:
+        """Seconds in which requests were held, up to now."""
+        return self.counts.held_seconds + (time.monotonic() - self._held_since if self._holds else 0.0)
+
+    def record(self, record: CallRecord) -> None:
+        """Write a call down and count its tokens."""
+        self._recorder.append(record)
+        self.counts.tokens += len(record.sampled)
+        if not record.trainable:
+            self.counts.masked += len(record.sampled)
+        for span in record.spans:
+            oldest = self.counts.oldest_version
+            self.counts.oldest_version = span.policy if oldest < 0 else min(oldest, span.policy)
+
+    async def close(self) -> None:
+        """Refuse further requests, cancel those that run, and put the records on the disk."""
+        self.closed = True
+        for task in list(self.tasks):
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        await asyncio.to_thread(self._recorder.close)
+
+
+@dataclass(eq=False)
+class Leg:
+    """A request to an engine that is under way."""
+
+    execution: int
+    route: Route
+    guard: asyncio.Timeout
+    leaving: bool = field(default=False)
+
+
+class Switchboard:
+    """The route table, with those who wait for it to change."""
+
+    def __init__(self) -> None:
+        self.table = RouteTable()
+        self._changed = asyncio.Event()
+        self._legs: set[Leg] = set()
+
+    def apply(self, version: int, engines: dict[str, Any], moves: dict[str, int]) -> None:
+        """Take a difference over, wake who waits, and give legs that lost their route notice."""
+        if not self.table.apply(version, engines, moves):
+            return
+        self._changed.set()
+        self._changed = asyncio.Event()
+        now = asyncio.get_running_loop().time()
+        for leg in self._legs:
+            route = self.table.route(leg.execution)
+            if not leg.leaving and not leg.route.same_place(route):
+                leg.leaving = True
+                leg.guard.reschedule(now + LEAVE_SECONDS)
+
+    async def route(self, execution: int, failed: Route | None = None, pause: float = 0.0) -> Route:
+        """Wait for a route; after a failure at `failed`, for one elsewhere, or for `pause` seconds to try it again."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + pause
+        while True:
+            route = self.table.route(execution)
+            if route is not None and not (route.same_place(failed) and loop.time() < deadline):
+                return route
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(None if route is None else deadline):
+                    await changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def leg(self, execution: int, route: Route) -> Any:
+        """A request under way; TimeoutError when it had to be given up because its engine lost its route."""
+        async with asyncio.timeout(None) as guard:
+            leg = Leg(execution, route, guard)
+            self._legs.add(leg)
+            try:
+                yield leg
+            finally:
+                self._legs.discard(leg)

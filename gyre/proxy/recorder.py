@@ -1,0 +1,163 @@
+"""Records of model calls: what was in the prompt, what was sampled, how likely, by which policy version.
+
+One file per try, appended to once per call, so that a crash of the host keeps what was written; a last frame that a
+crash left unfinished is ignored when reading. A frame is
+
+    header length, payload length, CRC-32 of both   three little-endian uint32
+    header                                          JSON: everything that is not an array
+    payload                                         prompt tail int32[], sampled int32[], log-probabilities float32[]
+
+A conversation repeats its history in every prompt, so a prompt is stored as the number of tokens it shares with the
+sequence (prompt and answer) of one of the calls before it, and the tail after them.
+
+Standard library only: the proxy, which writes, and the feeder, which reads, both start sooner for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+_FRAME = struct.Struct("<III")
+_HISTORY = 8  # calls whose sequences a new prompt is compared with
+
+
+@dataclass
+class Span:
+    """Tokens of one answer that one engine sampled under one policy version."""
+
+    engine: int
+    epoch: int
+    policy: int
+    tokens: int = 0
+
+
+@dataclass
+class CallRecord:
+    """One model call of an execution. Token ids are int32, log-probabilities (as processed by sampling) float32."""
+
+    prompt: array[int]
+    sampled: array[int]
+    logprobs: array[float]
+    spans: list[Span]
+    sampling: dict[str, Any]  # temperature and whatever else the request said about sampling
+    trainable: bool  # sampled from the full distribution, temperature applied, and answered to the client
+    masked: str = ""  # why it is not trainable
+    finish_reason: str | None = None
+    started: float = 0.0  # unix seconds
+    seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    held_seconds: float = 0.0
+    legs: int = 1  # engine requests it took
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def versions(self) -> Iterator[int]:
+        """The policy version of each sampled token."""
+        for span in self.spans:
+            for _ in range(span.tokens):
+                yield span.policy
+
+
+def _little(values: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        values = array(values.typecode, values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def _from_little(kind: str, data: bytes) -> array[Any]:
+    values = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def shared_length(a: array[int], b: array[int]) -> int:
+    """Number of leading elements that two arrays share."""
+    left, right = memoryview(a), memoryview(b)
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # the first `low` are known to be equal
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Recorder:
+    """Appends the calls of one try to its file."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open(path, "wb")
+        self._history: deque[tuple[int, array[int]]] = deque(maxlen=_HISTORY)
+        self._calls = 0
+
+    def append(self, record: CallRecord) -> None:
+        """Write one call; it survives this process once this returns, and a power cut once `close` does."""
+        base, shared = -1, 0
+        for index, sequence in self._history:
+            if (length := shared_length(sequence, record.prompt)) > shared:
+                base, shared = index, length
+        header = {key: value for key, value in asdict(record).items() if key not in ("prompt", "sampled", "logprobs")}
+        header |= {"base": base, "shared": shared, "tail": len(record.prompt) - shared, "count": len(record.sampled)}
+        head = json.dumps(header, separators=(",", ":")).encode()
+        payload = _little(record.prompt[shared:]) + _little(record.sampled) + _little(record.logprobs)
+        frame = _FRAME.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head)))
+        self._file.write(frame + head + payload)
+        self._file.flush()
+        self._history.append((self._calls, record.prompt + record.sampled))
+        self._calls += 1
+
+    def close(self, durable: bool = True) -> None:
+        """Flush to the disk and close; doing it twice is harmless."""
+        if self._file.closed:
+            return
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    at = 0
+    while at + _FRAME.size <= len(data):
+        head_length, payload_length, checksum = _FRAME.unpack_from(data, at)
+        start = at + _FRAME.size
+        middle, end = start + head_length, start + head_length + payload_length
+        if end > len(data) or zlib.crc32(data[start:end]) != checksum:
+            return
+        yield json.loads(data[start:middle]), data[middle:end]
+        at = end
+
+
+def read_records(path: Path | str) -> list[CallRecord]:
+    """The calls of one try, oldest first; none where there is no file."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    names = {f.name for f in fields(CallRecord)}
+    records: list[CallRecord] = []
+    for header, payload in _frames(data):
+        tail, count = header["tail"], header["count"]
+        prompt = _from_little("i", payload[: 4 * tail])
+        if header["base"] >= 0:
+            earlier = records[header["base"]]
+            prompt = (earlier.prompt + earlier.sampled)[: header["shared"]] + prompt
+        known = {key: value for key, value in header.items() if key in names} | {
+            "spans": [Span(**span) for span in header["spans"]]
+        }
+        sampled = _from_little("i", payload[4 * tail : 4 * (tail + count)])
+        logprobs = _from_little("f", payload[4 * (tail + count) : 4 * (tail + 2 * count)])
+        records.append(CallRecord(prompt=prompt, sampled=sampled, logprobs=logprobs, **known))
+    return records
