@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.terminal_theme import MONOKAI
+from rich.terminal_theme import TerminalTheme
 
 from gyre.live_view import render
 from gyre.progress import RunReader
@@ -28,10 +28,13 @@ from gyre.status import RunStatus, encode
 DOCS = Path(__file__).resolve().parent
 SAMPLE = DOCS / "sample-run"
 PICTURE = DOCS / "live-view.svg"
-WIDTH, HEIGHT = 108, 21
+WIDTH, HEIGHT = 108, 24
 
 #: Events of these kinds are only worth keeping where they are recent.
 _NOISE = {"execution_granted", "execution_closed", "group_built", "rank_ready", "usage", "gate_reason", "role_reached"}
+
+_COLOURS = ((60, 64, 72), (224, 92, 92), (126, 191, 110), (222, 184, 92), (96, 150, 224), (178, 132, 214))
+_DARK = TerminalTheme((24, 26, 31), (216, 219, 226), [*_COLOURS, (92, 184, 192), (216, 219, 226)])
 
 #: rich's own template loads a font from the network; this one takes what the reader has.
 _SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -72,7 +75,7 @@ def draw() -> str:
         legacy_windows=False, _environ={},
     )  # fmt: skip
     console.print(render(picture, WIDTH, HEIGHT))
-    svg = console.export_svg(title=f"launch.py watch logs/{reader.status.name}", theme=MONOKAI, code_format=_SVG)
+    svg = console.export_svg(title=f"launch.py watch logs/{reader.status.name}", theme=_DARK, code_format=_SVG)
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 

@@ -113,8 +113,13 @@ def render(picture: Picture, width: int, height: int, glyphs: Glyphs = UNICODE) 
         lines.append(_phase(phase.name, phase.detail, phase.fraction, picture.now - phase.since, width, glyphs))
         room -= 1
     if room > 3:
+        if room > len(status.ranks) + 4:
+            lines.append(Text())
+            room -= 1
         shown = _events(picture, width, max(0, min(8, room - len(status.ranks) - 2, room // 2)))
         lines.append(_ranks(status, picture, width, room - 1 - len(shown), glyphs))
+        if shown and room - 2 > len(shown) + len(status.ranks):
+            lines.append(Text())
         lines += shown
     return _fit(lines, height)
 
