@@ -1,0 +1,347 @@
+"""A cell's supervisor: an engine and a trainer that stay alive across role changes and hand memory to each other.
+
+Orders come from the scheduler, one after the other, each with the epoch it belongs to; an order of an epoch that has
+passed is ignored. Every state of the cell's machine that is entered is reported. The order of the steps inside a move
+is the safety argument of docs/architecture.md: the gate closes and reports zero before any memory is released, and
+routes are published (by the scheduler, on the report of ROLLOUT) after the weights are verified.
+
+A standalone engine is the same without a trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gyre import models
+from gyre.attempt import RankContext
+from gyre.cell.engine_client import EngineProcess, settings_of
+from gyre.cell.machine import Machine, State
+from gyre.child import Child
+from gyre.errors import ChildFailed, GyreError, Superseded, WeightsMismatch
+from gyre.events import (
+    CellJoined,
+    Event,
+    GroupsBuilt,
+    PolicyCommitted,
+    RankReady,
+    RoleReached,
+    TrainingEnded,
+    UpdateDone,
+    UpdateOpened,
+)
+from gyre.status import RankStatus
+from gyre.training import snapshots
+
+log = logging.getLogger(__name__)
+
+ORDER_POLL_SECONDS = 0.02
+STATUS_SECONDS = 1.0
+Order = dict[str, Any]
+
+
+class CellSupervisor:
+    """Carries out the scheduler's orders on one cell."""
+
+    def __init__(self, context: RankContext, report: Callable[[Event], None]) -> None:
+        self._context = context
+        self._report = report
+        self._kind = context.kind(context.rank)
+        self._machine = Machine(State.RESTARTING)
+        self._epoch = 0
+        self._entered = time.time()
+        self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._engine: EngineProcess | None = None
+        self._trainer: Child | None = None
+        self._awake = True  # the engine holds its memory
+        self._status = RankStatus(
+            rank=context.rank,
+            kind=self._kind,
+            incarnation=context.incarnation,
+            node=context.address,
+            since=self._entered,
+            doing="starting",
+        )
+
+    # -- life --------------------------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Start engine and trainer side by side, and report that the cell is ready."""
+        self._status.doing = "preparing the model"
+        model = await asyncio.to_thread(models.resolve, self._context.config.model.path, self._progress)
+        self._model = model
+        await asyncio.gather(self._start_engine(), self._start_trainer())
+        self._status.doing = "ready"
+        self._report_ready()
+
+    def _report_ready(self) -> None:
+        context = self._context
+        self._report(RankReady(context.rank, context.incarnation, context.address, self._engine.url))
+
+    def _progress(self, text: str, fraction: float | None = None) -> None:
+        self._status.doing, self._status.fraction = text, fraction
+
+    async def _start_engine(self) -> None:
+        context = self._context
+        self._engine = await EngineProcess.start(settings_of(context, self._model), context.log("engine"))
+        await self._engine.ready(context.config.engine.start_timeout, self._progress)
+        self._awake = True
+
+    async def _start_trainer(self) -> None:
+        if self._kind == "standalone":
+            return
+        context = self._context
+        threads = str(context.config.train.threads)
+        self._trainer = await Child.spawn(
+            "trainer",
+            [sys.executable, "-m", "gyre.training.trainer"],
+            context.log("trainer"),
+            self._on_trainer_event,
+            {"OMP_NUM_THREADS": threads},
+        )
+        host, port = context.store_address
+        commits = context.run_dir.commits()
+        await self._trainer.call(
+            "start",
+            timeout=context.config.engine.start_timeout,
+            run_dir=str(context.run_dir.path),
+            attempt=context.attempt,
+            rank=context.rank,
+            incarnation=context.incarnation,
+            store={"prefix": context.prefix, "address": host, "port": port},
+            secret=context.secret,
+            core=context.rank == 0,
+            device="cuda" if context.config.cells.gpus else "cpu",
+            model=str(self._model),
+            version=commits[-1] if commits else 0,
+            scratch=str(context.scratch),
+            interface=context.config.network.interface,
+        )
+
+    async def run(self) -> None:
+        """Take orders until cancelled; raises `ChildFailed` when the trainer dies (its state cannot be rebuilt here)."""
+        tasks = [
+            asyncio.create_task(self._poll_orders()),
+            asyncio.create_task(self._work()),
+            asyncio.create_task(self._watch_engine()),
+            asyncio.create_task(self._refresh_status()),
+        ]
+        if self._trainer:
+            tasks.append(asyncio.create_task(self._watch_trainer(self._trainer)))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End engine and trainer."""
+        ending = [child.stop() for child in (self._engine, self._trainer) if child is not None]
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def status(self) -> RankStatus:
+        """What the cell is doing, for people."""
+        return self._status
+
+    async def _watch_trainer(self, trainer: Child) -> None:
+        code = await trainer.wait()
+        raise ChildFailed(f"the trainer of rank {self._context.rank} ended with {code}; see {self._context.log('trainer')}")
+
+    async def _watch_engine(self) -> None:
+        """Restart an engine that died; it serves nobody before the scheduler has ordered it to the current weights."""
+        while True:
+            code = await self._engine.wait()
+            log.error("the engine ended with %s", code)
+            if self._machine.state is not State.TRAINING:
+                self._enter(State.FAILED, f"the engine ended with {code}")
+                self._enter(State.RESTARTING)
+            await self._engine.stop()
+            await self._start_engine()
+            if self._machine.state is State.RESTARTING:
+                self._report_ready()
+
+    async def _refresh_status(self) -> None:
+        while True:
+            with contextlib.suppress(ChildFailed):
+                seen = await self._engine.status()
+                self._status.live = seen["live"]
+                self._status.serving_seconds = seen["busy_seconds"]
+                self._status.tokens = seen["tokens"]
+            await asyncio.sleep(STATUS_SECONDS)
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+    async def _poll_orders(self) -> None:
+        context = self._context
+        inbox = context.store.inbox(f"orders/{context.rank}/{context.incarnation}")
+        while True:
+            for order in inbox.read():
+                if order["order"] == "closed":
+                    await self._refuse(order["n"])
+                else:
+                    self._orders.put_nowait(order)
+            await asyncio.sleep(ORDER_POLL_SECONDS)
+
+    async def _refuse(self, executions: list[int]) -> None:
+        """Have the gate refuse requests of closed executions; an engine that is down has none to refuse."""
+        with contextlib.suppress(ChildFailed):
+            await self._engine.closed(executions)
+
+    async def _work(self) -> None:
+        """Carry out orders in their order; a train order takes as long as its update."""
+        while True:
+            order = await self._orders.get()
+            if order["epoch"] < self._epoch:
+                log.info("ignored an order of epoch %s in epoch %s: %s", order["epoch"], self._epoch, order)
+                continue
+            self._epoch = order["epoch"]
+            try:
+                await self._obey(order)
+            except WeightsMismatch as error:
+                self._enter(State.FAILED, str(error))
+                raise
+            except ChildFailed as error:
+                # A dead child is its watcher's business; whoever waits for this order hears of the failure.
+                log.error("order failed: %s: %s", order, error)
+                if self._trainer and not self._trainer.alive:
+                    raise
+                if self._engine.alive:
+                    raise
+
+    async def _obey(self, order: Order) -> None:
+        match order["order"]:
+            case "role" if order["target"] == "training":
+                await self._to_training()
+            case "role":
+                await self._to_rollout(order["version"], order["snapshot"])
+            case "sync":
+                await self._sync(order["version"], order["snapshot"])
+            case "train":
+                await self._train(order)
+            case "commit":
+                await self._commit(order)
+            case "groups":
+                await self._build_groups(order["generation"], order["ranks"])
+            case "leave":
+                raise Superseded(f"rank {self._context.rank}: the scheduler counts this incarnation as lost")
+            case unknown:
+                raise GyreError(f"unknown order {unknown!r}")
+
+    def _enter(self, state: State, detail: str = "", version: int = -1) -> None:
+        """Enter a state of the machine and report it with the time spent in the one before."""
+        self._machine.enter(state)
+        now = time.time()
+        seconds, self._entered = now - self._entered, now
+        context = self._context
+        self._status.state, self._status.since, self._status.fraction = state.value, now, None
+        self._status.doing = detail or state.value.lower()
+        self._report(
+            RoleReached(context.rank, context.incarnation, self._epoch, state.value, seconds, version, detail)
+        )
+
+    async def _to_training(self) -> None:
+        self._enter(State.DRAINING)
+        await self._engine.close()
+        self._enter(State.RELEASING)
+        await self._engine.sleep()
+        self._awake = False
+        await self._trainer.call("wake")
+        self._enter(State.TRAINING)
+
+    async def _to_rollout(self, version: int, snapshot: int) -> None:
+        if self._machine.state is State.TRAINING:
+            self._enter(State.RESTORING)
+            await self._trainer.call("park")
+        if not self._awake:
+            await self._engine.wake(["weights"])
+        self._enter(State.SYNCING)
+        await self._load(snapshot)
+        if not self._awake:
+            await self._engine.wake(["kv_cache"])
+            self._awake = True
+        await self._engine.open(self._epoch, version)
+        self._status.version = version
+        self._enter(State.ROLLOUT, "serving", version)
+
+    async def _sync(self, version: int, snapshot: int) -> None:
+        """Bring a serving engine to a new policy version: hold, load, verify, admit."""
+        context = self._context
+        self._status.doing = f"loading policy {version}"
+        await self._engine.hold()
+        await self._load(snapshot)
+        await self._engine.admit(version)
+        self._status.version, self._status.doing = version, "serving"
+        self._report(
+            RoleReached(context.rank, context.incarnation, self._epoch, State.ROLLOUT.value, 0.0, version, "synced")
+        )
+
+    async def _load(self, snapshot: int) -> None:
+        """Load a snapshot into the engine and compare its checksum with the trainer's.
+
+        Raises:
+            WeightsMismatch: the engine holds other weights than were announced.
+        """
+        context = self._context
+        store = context.store
+        pulled = await asyncio.to_thread(
+            snapshots.pull, store.clone(), snapshot, context.scratch, context.secret, context.address
+        )
+        with pulled as local:
+            answer = await self._engine.load(str(local.path), local.checksum, snapshot)
+        if answer["checksum"] != local.checksum:
+            raise WeightsMismatch(
+                f"rank {context.rank}: snapshot {snapshot} has checksum {local.checksum}, the engine holds "
+                f"{answer['checksum']}: the sync was dropped or altered"
+            )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+    def _on_trainer_event(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "opened":
+                self._report(UpdateOpened(event["update"]))
+            case "joined":
+                self._report(CellJoined(self._context.rank, event["update"], event["position"]))
+            case "progress":
+                self._status.doing = event.get("text", self._status.doing)
+                self._status.micro_steps = event.get("micro_steps", self._status.micro_steps)
+                self._status.trained_tokens = event.get("trained_tokens", self._status.trained_tokens)
+                self._status.training_seconds = event.get("training_seconds", self._status.training_seconds)
+
+    async def _train(self, order: Order) -> None:
+        """Take part in an update to its end, a suspension included."""
+        context, update = self._context, order["update"]
+        begun = time.time()
+        self._status.doing = f"update {update}"
+        answer = await self._trainer.call(
+            "train",
+            update=update,
+            position=order["position"],
+            generation=order["generation"],
+            members=order["members"],
+        )
+        self._status.doing = "waiting"
+        if answer["how"] == "done" and context.rank == 0:
+            self._report(
+                UpdateDone(update, answer["members"], answer["micro_steps"], time.time() - begun, answer["metrics"])
+            )
+        self._report(
+            TrainingEnded(context.rank, context.incarnation, update, answer["how"], answer.get("detail", ""))
+        )
+
+    async def _commit(self, order: Order) -> None:
+        begun = time.time()
+        self._status.doing = f"committing policy {order['version']}"
+        answer = await self._trainer.call(
+            "commit", version=order["version"], update=order["update"], cursor=order["cursor"]
+        )
+        self._status.doing = "waiting"
+        self._report(PolicyCommitted(order["version"], answer["checksum"], time.time() - begun))
+
+    async def _build_groups(self, generation: int, ranks: list[int]) -> None:
+        await self._trainer.call("groups", generation=generation, ranks=ranks)
+        self._report(GroupsBuilt(self._context.rank, self._context.incarnation, generation))

@@ -1,0 +1,286 @@
+"""What rank 0 does besides being the core: the feeder and the weight server, the scheduler's loop, the event log, and
+what people look at. It decides nothing itself and never computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gyre import status
+from gyre.attempt import RankContext
+from gyre.child import Child
+from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, ChildFailed, GyreError, StoreLost, UserError
+from gyre.events import Event, RankLost, RankReady, RunEnded, RunStarted, UpdateDone, decode, encode
+from gyre.launch import node
+from gyre.metrics import RunMetrics
+from gyre.plain import PlainReporter
+from gyre.report import write_summary
+from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
+from gyre.scheduler.loop import SchedulerLoop, closed_event
+from gyre.scheduler.state import SchedulerState
+from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
+from gyre.tasks import load_tasks
+from gyre.training import snapshots
+from gyre.usage import UsageMeter
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 1.0
+USAGE_SECONDS = 60.0
+GONE_SECONDS = 25.0
+
+
+class RankMissing(GyreError):
+    """A rank did not report in time."""
+
+
+class Coordinator:
+    """Rank 0's services for the whole run."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._events = EventLog(context.run_dir.events)
+        self._metrics = RunMetrics(self._config)
+        for event in read_events(context.run_dir.events):
+            self._metrics.apply(event)
+        self._plain = PlainReporter(self._config, metrics=self._metrics)
+        self._started = time.time()
+        self._usage = UsageMeter(context.layout.engines, self._started)
+        self._status = RunStatus(name=context.run_dir.name, started=self._started, attempt=context.attempt)
+        self._stream = StreamStatus()
+        self._inbox = context.store.inbox("reports")
+        self._loop: SchedulerLoop | None = None
+        self._feeder: Child | None = None
+        self._weights: Child | None = None
+        self._ready: dict[int, RankReady] = {}
+        self._shown: asyncio.Task[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Start the services that ranks need before they can be ready."""
+        context = self._context
+        layout = context.layout
+        snapshots.remove_shared(context.run_dir.path, keep_attempt=context.attempt)
+        commits = context.run_dir.commits()
+        version = commits[-1] if commits else 0
+        self._record(RunStarted(version, layout.cells, layout.standalone, layout.hosts))
+        self._shown = asyncio.create_task(self._show(), name="show")
+        self._weights, self._feeder = await asyncio.gather(
+            self._spawn("snapshots", "gyre.training.snapshots"), self._spawn("feeder", "gyre.training.feeder")
+        )
+        served = await self._weights.call(
+            "start",
+            run_dir=str(context.run_dir.path),
+            attempt=context.attempt,
+            secret=context.secret,
+            address=context.address,
+            port=node.port(self._config, "snapshots"),
+        )
+        context.store.set("snapshots", served["url"])
+        fed = await self._feeder.call(
+            "start",
+            run_dir=str(context.run_dir.path),
+            secret=context.secret,
+            address=context.address,
+            port=node.port(self._config, "feeder"),
+        )
+        context.store.set("feeder", fed["url"])
+
+    async def _spawn(self, name: str, module: str) -> Child:
+        return await Child.spawn(
+            name,
+            [sys.executable, "-m", module],
+            self._context.log(name),
+            self._on_feeder_event,
+            {"OMP_NUM_THREADS": "1"},
+        )
+
+    async def run(self) -> None:
+        """Wait for every rank, then schedule until the run is over; says so in the store's word `stop`."""
+        watching = [asyncio.create_task(self._watch_child(child)) for child in (self._feeder, self._weights)]
+        driving = asyncio.create_task(self._schedule())
+        try:
+            done, _ = await asyncio.wait([driving, *watching], return_when=asyncio.FIRST_COMPLETED)
+            next(iter(done)).result()
+        finally:
+            for task in (driving, *watching):
+                task.cancel()
+            await asyncio.gather(driving, *watching, return_exceptions=True)
+
+    async def _watch_child(self, child: Child) -> None:
+        code = await child.wait()
+        raise ChildFailed(f"the {child.name} ended with {code}; see {self._context.log(child.name)}")
+
+    async def _schedule(self) -> None:
+        context = self._context
+        tasks = load_tasks(Path(self._config.root) / self._config.tasks.path)
+        await self._all_ready()
+        loop = SchedulerLoop(
+            self._state(),
+            self._config,
+            context.run_dir,
+            context.attempt,
+            context.store,
+            self._inbox,
+            tasks,
+            self._feeder.call,
+            self._record,
+        )
+        for event in self._ready.values():
+            loop.submit(event)
+        self._loop = loop
+        self._status.state = "running"
+        ended = await loop.run()
+        how = "completed" if ended.how == "completed" else "failed"
+        await self._end(how, ended.detail, EXIT_OK if how == "completed" else EXIT_FAULT)
+        await asyncio.sleep(3600)  # the word `stop` ends this rank too
+
+    def _state(self) -> SchedulerState:
+        """A fresh state, or that of the last commit with everything that the run directory knows besides."""
+        run_dir = self._context.run_dir
+        commits = run_dir.commits()
+        record = read_json(run_dir.checkpoint(commits[-1]) / "COMMIT") if commits else None
+        specs, outcomes = issued(run_dir)
+        if record is None and not specs:
+            return SchedulerState.of(self._config)
+        return SchedulerState.resume(self._config, record["cursor"] if record else None, specs, outcomes)
+
+    async def _all_ready(self) -> None:
+        """Collect the first `RankReady` of every rank; one that is missing after the time is named."""
+        context = self._context
+        deadline = time.monotonic() + self._config.network.start_timeout
+        while len(self._ready) < context.layout.ranks:
+            for event in map(decode, self._inbox.read()):
+                if isinstance(event, RankReady):
+                    self._ready[event.rank] = event
+                elif isinstance(event, RankLost):
+                    self._record(event)
+                    self._ready.pop(event.rank, None)
+            if time.monotonic() > deadline:
+                missing = [r for r in range(context.layout.ranks) if r not in self._ready]
+                names = ", ".join(f"rank {r} ({context.kind(r)})" for r in missing)
+                raise RankMissing(
+                    f"{names} did not report within {self._config.network.start_timeout:g} s "
+                    f"(network.start_timeout); see the logs in {context.run_dir.attempt(context.attempt)}"
+                )
+            await asyncio.sleep(0.05)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+    async def interrupt(self) -> None:
+        """End the attempt because a signal said so."""
+        await self._end("interrupted", "by a signal", EXIT_INTERRUPTED)
+
+    async def fail(self, error: BaseException) -> None:
+        """End the attempt because of a fault here. Where a new attempt may cure it, the others only lose the store."""
+        match error:
+            case UserError():
+                await self._end("failed", str(error), EXIT_USER)
+            case ChildFailed() | StoreLost():
+                await self._end("failed", str(error), None)
+            case _:
+                await self._end("failed", f"{type(error).__name__}: {error}", EXIT_FAULT)
+
+    async def _end(self, how: str, detail: str, code: int | None) -> None:
+        if self._status.final:
+            return
+        log.info("the attempt ends: %s %s", how, detail)
+        self._record(self._usage.event(time.time()))
+        self._record(RunEnded(how, detail))
+        self._status.state, self._status.detail = how, detail
+        self._write_status()
+        self._plain.flush()
+        write_summary(self._context.run_dir)
+        if code is not None:
+            self._context.store.set("stop", f"{code}:{how}")
+
+    async def stop(self) -> None:
+        """End the services, after the other ranks have gone (they need the store until then)."""
+        if self._shown:
+            self._shown.cancel()
+            await asyncio.gather(self._shown, return_exceptions=True)
+        with contextlib.suppress(StoreLost):
+            await self._await_gone()
+        for child in (self._feeder, self._weights):
+            if child:
+                await child.stop()
+        self._events.close()
+        snapshots.remove_shared(self._context.run_dir.path)
+
+    async def _await_gone(self) -> None:
+        store, deadline = self._context.store, time.monotonic() + GONE_SECONDS
+        if store.get("stop") is None:
+            return
+        others = [e for e in self._ready.values() if e.rank != 0]
+        while time.monotonic() < deadline and any(store.get(f"gone/{e.rank}") is None for e in others):
+            await asyncio.sleep(0.05)
+
+    # -- what people look at -----------------------------------------------------------------------------------------
+    def _record(self, event: Event) -> None:
+        """Log an event, and let everything that people look at know of it."""
+        data: dict[str, Any] = {"t": round(time.time(), 3), "attempt": self._context.attempt, **encode(event)}
+        self._events.append(data)
+        self._metrics.apply(data)
+        self._plain.on_event(data)
+        if isinstance(event, UpdateDone):
+            self._status.reward = next((r for r in reversed(self._metrics.rewards) if r is not None), None)
+            self._record(self._usage.event(time.time()))
+
+    def _on_feeder_event(self, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case "taken":
+                if self._loop:
+                    self._loop.submit(decode({"kind": "group_taken", **message}))
+            case "stream":
+                self._stream = StreamStatus(
+                    message["update"], message["published"], message["claimed"], message["finished"]
+                )
+
+    async def _show(self) -> None:
+        """Replace status.json every second, and print lines where they are due."""
+        logged = time.time()
+        while True:
+            now = time.time()
+            self._gather(now)
+            self._write_status()
+            self._plain.on_status(self._status)
+            if now - logged > USAGE_SECONDS:
+                logged = now
+                self._record(self._usage.event(now))
+            await asyncio.sleep(STATUS_SECONDS)
+
+    def _gather(self, now: float) -> None:
+        context, current = self._context, self._status
+        ranks = [self._rank_status(rank) for rank in range(context.layout.ranks)]
+        self._usage.observe(now, ranks)
+        current.ranks, current.stream, current.pss_mb = ranks, self._stream, self._usage.pss_mb
+        current.tokens_per_second = sum(rank.tokens_per_second for rank in ranks)
+        current.seconds_left = self._metrics.seconds_left(now)
+        if self._loop:
+            current.scheduler = SchedulerStatus(**self._loop.state.snapshot())
+        missing = context.layout.ranks - len(self._ready)
+        current.phases = [Phase("ranks", f"{missing} of {context.layout.ranks} are still starting")] if missing else []
+
+    def _rank_status(self, rank: int) -> RankStatus:
+        with contextlib.suppress(ValueError):
+            if word := self._context.store.get(f"status/{rank}"):
+                return status.decode_rank(word)
+        return RankStatus(rank=rank, kind=self._context.kind(rank), doing="not reported yet")
+
+    def _write_status(self) -> None:
+        self._status.time = time.time()
+        write_atomic(self._context.run_dir.status, status.encode(self._status))
+
+
+def issued(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[Any]]:
+    """All executions that earlier attempts issued, and the outcomes of those that are closed, in their order."""
+    numbers = sorted(int(path.name) for path in (run_dir.path / "executions").iterdir() if path.name.isdigit())
+    specs = [spec for n in numbers if (spec := read_json(run_dir.spec(n)))]
+    outcomes = [closed_event(outcome) for n in numbers if (outcome := read_json(run_dir.outcome(n)))]
+    return specs, outcomes
