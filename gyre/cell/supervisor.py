@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 ORDER_POLL_SECONDS = 0.02
 STATUS_SECONDS = 1.0
+#: A child that fails a call because it dies is known to be dead after this time.
+DEATH_SECONDS = 1.0
 Order = dict[str, Any]
 
 
@@ -123,7 +125,7 @@ class CellSupervisor:
         )
 
     async def run(self) -> None:
-        """Take orders until cancelled; raises `ChildFailed` when the trainer dies (its state cannot be rebuilt here)."""
+        """Take orders until cancelled; raises `ChildFailed` when the trainer dies: its state cannot be rebuilt here."""
         tasks = [
             asyncio.create_task(self._poll_orders()),
             asyncio.create_task(self._work()),
@@ -151,7 +153,7 @@ class CellSupervisor:
 
     async def _watch_trainer(self, trainer: Child) -> None:
         code = await trainer.wait()
-        raise ChildFailed(f"the trainer of rank {self._context.rank} ended with {code}; see {self._context.log('trainer')}")
+        raise ChildFailed(f"the trainer ended with {code}; see {self._context.log('trainer')}")
 
     async def _watch_engine(self) -> None:
         """Restart an engine that died; it serves nobody before the scheduler has ordered it to the current weights."""
@@ -208,8 +210,7 @@ class CellSupervisor:
             except ChildFailed as error:
                 # A dead child is its watcher's business; whoever waits for this order hears of the failure.
                 log.error("order failed: %s: %s", order, error)
-                if self._trainer and not self._trainer.alive:
-                    raise
+                await asyncio.sleep(DEATH_SECONDS)
                 if self._engine.alive:
                     raise
 
