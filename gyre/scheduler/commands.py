@@ -83,12 +83,14 @@ class Close(Command):
 
 @dataclass(frozen=True)
 class Finished(Command):
-    """Execution n is closed for good, said once per n: raise the counter f to `f`.
+    """Execution n is closed for good, said once per n: raise the counter p to `p` (it counts an execution that was
+    closed in the queue), then the counter f to `f`.
 
     `engine` served it last (-1: none did); its gate must refuse requests of n from now on (order `closed`).
     """
 
     n: int
+    p: int
     f: int
     engine: int
 
