@@ -1,0 +1,199 @@
+"""The commands. Parsing comes first and imports nothing; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, UserError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.run_dir import RunDir
+
+_DESCRIPTION = "Online reinforcement learning for long-horizon LLM agents."
+_OVERRIDES = "key=value on the command line overrides the configuration, for example train.updates=6"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Faults of the command line in one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gyre: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(EXIT_USER)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="launch.py", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, what: str | None, metavar: str = "RUN_DIR") -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, epilog=what)
+        command.add_argument("target", metavar=metavar)
+        return command
+
+    run = add("run", "start a run and watch it; Ctrl-C stops it", _OVERRIDES, "CONFIG")
+    run.add_argument("--name", help="the run's directory is logs/NAME instead of logs/<name>-<time>")
+    resume = add("resume", "go on with a run from its last commit", None)
+    for command, default in ((run, "local"), (resume, None)):
+        command.add_argument("--cluster", choices=("local", "slurm"), default=default, help="where to start the ranks")
+        command.add_argument("--detach", action="store_true", help="with Slurm: return once the job is submitted")
+    add("sbatch", "print the batch script that run --cluster slurm would submit", _OVERRIDES, "CONFIG")
+    add("watch", "show a run, wherever it was started from", None)
+    add("report", "print the summary of a run", None)
+    prepare = add("prepare", "inside an allocation: print what slurm/gyre.sbatch runs", _OVERRIDES, "CONFIG|RUN_DIR")
+    prepare.add_argument("--resume", action="store_true", help="go on with the run in RUN_DIR")
+    ended = add("ended", "inside an allocation: the exit code of a job whose step ended with CODE", None)
+    ended.add_argument("code", type=int, metavar="CODE")
+    return parser
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    takes_overrides = options.command in ("run", "sbatch") or (options.command == "prepare" and not options.resume)
+    for word in rest:
+        if word.startswith("-") or not takes_overrides:
+            parser.error(f"unknown argument {word!r}")
+    options.overrides = rest
+    if options.command in ("run", "resume") and options.detach and options.cluster == "local":
+        parser.error("--detach is for --cluster slurm: a local run ends with whoever started it")
+    return options
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+def _run(options: argparse.Namespace) -> int:
+    from gyre.config import load
+    from gyre.launch import check, directory
+
+    overrides = [*options.overrides, *([f"name={json.dumps(options.name)}"] if options.name else [])]
+    config = load(options.target, overrides)
+    check.before_start(config, options.cluster)
+    run = directory.create(config, named=bool(options.name))
+    return _start(run, config, options.cluster, options.detach)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from gyre.launch import check, directory
+
+    run, config = directory.open_run(options.target)
+    cluster = options.cluster or directory.cluster_of(run)
+    check.before_start(config, cluster)
+    return _start(run, config, cluster, options.detach)
+
+
+def _start(run: RunDir, config: Config, cluster: str, detach: bool) -> int:
+    if detach and cluster == "local":
+        raise UserError("--detach is for --cluster slurm: a local run ends with whoever started it")
+    from gyre.launch import directory
+    from gyre.launch.follow import follow, last_attempt, say
+    from gyre.launch.jobs import start
+
+    after = last_attempt(run)
+    job = start(run, config, cluster)
+    directory.record_start(run, cluster, job.id)
+    say(f"run {run.path}" + (f", Slurm job {job.id}" if cluster == "slurm" else ""))
+    if detach:
+        say(f"watch it with: launch.py watch {run.path}")
+        return EXIT_OK
+    return follow(run, job, after)
+
+
+def _sbatch(options: argparse.Namespace) -> int:
+    from gyre.config import load
+    from gyre.launch import check, directory, executors
+    from gyre.launch.plan import plan
+
+    config = load(options.target, options.overrides)
+    check.ports(config)
+    run = directory.path_of(config)
+    folder = run / "launch" / "<time>"
+    command = executors.submitit_command(config, folder)
+    sys.stdout.write(executors.submission_text(config, plan(config), run, folder, command))
+    return EXIT_OK
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from gyre.progress import watch
+
+    watch(options.target)
+    return EXIT_OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from gyre.launch import directory
+    from gyre.report import report
+
+    run, _ = directory.open_run(options.target)
+    print(report(run.path, colour=sys.stdout.isatty()), end="")
+    return EXIT_OK
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from gyre.launch.prepare import prepare
+
+    sys.stdout.write(prepare(options.target, options.overrides, options.resume, dict(os.environ)))
+    return EXIT_OK
+
+
+def _ended(options: argparse.Namespace) -> int:
+    from gyre.launch.follow import job_code
+    from gyre.run_dir import RunDir
+
+    return job_code(RunDir(options.target), options.code)
+
+
+_COMMANDS = {
+    "run": _run,
+    "resume": _resume,
+    "sbatch": _sbatch,
+    "watch": _watch,
+    "report": _report,
+    "prepare": _prepare,
+    "ended": _ended,
+}
+
+
+# -- the edge of the process -----------------------------------------------------------------------------------------
+def _keep_traceback(command: str) -> Path:
+    """Write the present exception's traceback to a file, and return its path."""
+    import tempfile
+
+    name = f"gyre-{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    for directory in (Path("logs"), Path(tempfile.gettempdir())):
+        try:
+            (directory / name).write_text(traceback.format_exc())
+            return (directory / name).resolve()
+        except OSError:
+            continue
+    return Path(os.devnull)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 completed, 1 fault, 2 bad input, 130 interrupted."""
+    options = _parse(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except UserError as error:
+        print("gyre:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        return EXIT_OK if options.command == "watch" else EXIT_INTERRUPTED
+    except BrokenPipeError:  # of a pager or head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:  # whatever else it is: one line for the person, the traceback for a bug report
+        path = _keep_traceback(options.command)
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"gyre: internal fault: {line}; the traceback is in {path}", file=sys.stderr)
+        return EXIT_FAULT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
