@@ -9,7 +9,7 @@ and are counted when they are made again. Executions are never run again once cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class UpdateRecord:
     micro_steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    reward: float | None = None  # mean score of the executions of its groups; None where nothing was scored
+    staleness: float | None = None  # mean over its groups of the versions since their oldest token
 
 
 @dataclass
@@ -65,12 +67,6 @@ class _Move:
     t: float
 
 
-@dataclass
-class _Group:
-    rewards: list[float]
-    oldest_version: int
-
-
 class RunMetrics:
     """Everything that summary.json and the live view need; `apply` each event in the order of the log."""
 
@@ -93,7 +89,8 @@ class RunMetrics:
         self.lost_ranks = 0
         self.dispatched = 0
         self._highest = -1
-        self._groups: dict[int, _Group] = {}
+        self._scores: dict[int, list[float]] = {}  # by group
+        self._oldest: dict[int, int] = {}  # policy version of the oldest token, by group
         self._pending: dict[int, _Move] = {}
 
     # -- what the numbers are ------------------------------------------------------------------------------------------
@@ -113,22 +110,10 @@ class RunMetrics:
         """Time spent by all attempts; the time between them does not count."""
         return sum(a.seconds for a in self.attempts)
 
-    def reward(self, record: UpdateRecord) -> float | None:
-        """Mean score of the executions of the groups taken in an update; None where nothing was scored."""
-        scores = [s for g in record.groups if g in self._groups for s in self._groups[g].rewards]
-        return sum(scores) / len(scores) if scores else None
-
     @property
     def rewards(self) -> list[float | None]:
         """Mean score of each update made, in order."""
-        return [self.reward(record) for record in self.done]
-
-    def staleness(self, record: UpdateRecord) -> float | None:
-        """Mean, over an update's groups, of the versions between their oldest token and the update; None if unknown."""
-        version = (record.update - 1) // self.config.train.updates_per_batch
-        oldest = [self._groups[g].oldest_version for g in record.groups if g in self._groups]
-        known = [version - v for v in oldest if v >= 0]
-        return sum(known) / len(known) if known else None
+        return [record.reward for record in self.done]
 
     def usage(self, key: str) -> float:
         """A cumulative number of `gyre.events.Usage`, over all attempts."""
@@ -228,10 +213,12 @@ class RunMetrics:
         self.requests["total"] += event.get("requests", 0)
         for key in ("rerouted", "continued", "lost"):
             self.requests[key] += event.get(key, 0)
+        if event.get("usable"):
+            group = event["n"] // self.config.scheduler.group_size
+            self._oldest[group] = min(self._oldest.get(group, event["oldest_version"]), event["oldest_version"])
 
     def _on_group_ready(self, event: EventData) -> None:
-        rewards = [score for score in event["rewards"] if score is not None]
-        self._groups[event["group"]] = _Group(rewards, event.get("oldest_version", -1))
+        self._scores[event["group"]] = [score for score in event["rewards"] if score is not None]
 
     def _on_group_dropped(self, event: EventData) -> None:
         self.dropped_groups[event["reason"]] += 1
@@ -263,7 +250,10 @@ class RunMetrics:
 
     # training
     def _on_group_taken(self, event: EventData) -> None:
-        self._record(event["update"]).groups.add(event["group"])
+        record = self._record(event["update"])
+        record.groups.add(event["group"])
+        if record.done is not None:  # its news came late
+            self._score(record)
 
     def _on_update_opened(self, event: EventData) -> None:
         record = self._record(event["update"])
@@ -280,6 +270,12 @@ class RunMetrics:
         record = self._record(event["update"])
         record.done, record.members, record.seconds = event["t"], event["members"], event["seconds"]
         record.micro_steps, record.metrics = event["micro_steps"], event.get("metrics", {})
+        self._score(record)
+
+    def _score(self, record: UpdateRecord) -> None:
+        record.reward = _mean([score for group in record.groups for score in self._scores.get(group, ())])
+        version = (record.update - 1) // self.config.train.updates_per_batch
+        record.staleness = _mean([version - self._oldest[group] for group in record.groups if group in self._oldest])
 
     def _on_policy_committed(self, event: EventData) -> None:
         self.checksums[event["version"]] = event["checksum"]
@@ -310,7 +306,7 @@ class RunMetrics:
             "requests": {key: self.requests[key] for key in ("total", "rerouted", "continued", "lost")},
             "reward": [_rounded(r) for r in self.rewards],
             "joins": [len(r.joined) for r in self.done],
-            "staleness": [_rounded(self.staleness(r)) for r in self.done],
+            "staleness": [_rounded(r.staleness) for r in self.done],
             "suspensions": [r.suspensions for r in self.done],
             "top_ups": self.top_ups,
             "groups_dropped": dict(sorted(self.dropped_groups.items())),
@@ -346,6 +342,10 @@ def _attempt_summary(attempt: Attempt) -> dict[str, Any]:
         "seconds": round(attempt.seconds, 3),
         "ended": attempt.how or "unfinished",
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _rounded(value: float | None) -> float | None:

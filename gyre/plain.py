@@ -151,8 +151,8 @@ class PlainReporter:
         metrics = self._metrics
         done = [(e, metrics.updates[e["update"]]) for e in self._updates if e["update"] in metrics.updates]
         if len(done) <= _SINGLE_UPDATES:
-            return [words.update_line(self._config, e, metrics.reward(record), record.joined) for e, record in done]
-        rewards = [r for r in (metrics.reward(record) for _, record in done) if r is not None]
+            return [words.update_line(self._config, e, record.reward, record.joined) for e, record in done]
+        rewards = [r for r in (record.reward for _, record in done) if r is not None]
         span = f", reward {rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else ""
         numbers = words.ranges(e["update"] for e, _ in done)
         return [f"updates {numbers} of {self._config.train.updates} done{span}"]

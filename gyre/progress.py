@@ -113,7 +113,7 @@ class RunReader:
         if event["kind"] != "update_done":
             return words.describe(self.config, event)
         record = self.metrics.updates[event["update"]]
-        return words.update_line(self.config, event, self.metrics.reward(record), record.joined)
+        return words.update_line(self.config, event, record.reward, record.joined)
 
     def silent_seconds(self, now: float, monotonic: float) -> float | None:
         """How long a run that should be alive has given no sign of life; None while there is no reason to worry."""
