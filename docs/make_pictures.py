@@ -116,10 +116,15 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--record", type=Path, metavar="RUN_DIR", help="a run that is going on")
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the picture is current (exit code 1: no)"
+    )
     parser.add_argument("--update", type=int, default=4, help="the earliest update to record (default 4)")
     arguments = parser.parse_args()
     if arguments.record is not None:
         record(arguments.record, arguments.update)
+    if arguments.check:
+        sys.exit(0 if PICTURE.read_text() == draw() else f"{PICTURE} is not current; run python {__file__}")
     PICTURE.write_text(draw())
     print(f"drew {PICTURE}")
 
