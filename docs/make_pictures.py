@@ -116,9 +116,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--record", type=Path, metavar="RUN_DIR", help="a run that is going on")
-    parser.add_argument(
-        "--check", action="store_true", help="only say whether the picture is current (exit code 1: no)"
-    )
+    parser.add_argument("--check", action="store_true", help="only say whether it is current")
     parser.add_argument("--update", type=int, default=4, help="the earliest update to record (default 4)")
     arguments = parser.parse_args()
     if arguments.record is not None:
