@@ -22,6 +22,8 @@ EventData = dict[str, Any]
 _AT_ONCE = {"run_started", "rank_lost", "update_suspended_for", "run_ended"}
 #: A kind that is said at once is gathered instead after this many lines within a gap.
 _BURST = 3
+#: Seconds between lines about a start that is going on; more when it takes long.
+_PHASES_GAP = 6.0
 #: Updates that are said one by one within a gap; more are said in one line.
 _SINGLE_UPDATES = 3
 #: Role changes and bursts are said one by one for this many seconds; later the lines of state tell enough.
@@ -63,6 +65,7 @@ class PlainReporter:
         self._bursts: list[str] = []
         self._troubles: dict[str, list[str]] = {}
         self._phases = ""
+        self._said_phases = 0.0
 
     def line(self, text: str, t: float | None = None) -> None:
         """Say something with the time in front."""
@@ -105,7 +108,7 @@ class PlainReporter:
         if now - self._said >= gap(elapsed):
             self.flush()
             self._said_at_once.clear()
-            if status.state == "starting":
+            if status.state == "starting" and now - self._said_phases >= max(_PHASES_GAP, elapsed / 10):
                 self._say_phases(status)
         if status.state == "running" and now - self._said_state >= state_gap(elapsed):
             self.flush()
@@ -160,7 +163,7 @@ class PlainReporter:
     def _say_phases(self, status: RunStatus) -> None:
         text = phases_line(self._config, status)
         if text and text != self._phases:
-            self._phases = text
+            self._phases, self._said_phases = text, self._clock()
             self.line(text)
 
 
