@@ -277,6 +277,15 @@ class Usage(Event):
 
 
 @dataclass(frozen=True)
+class BatchClosedShort(Event):
+    """A batch used up its top-ups and makes do with the groups it has."""
+
+    batch: int
+    groups: int  # that it trains on
+    missing: int
+
+
+@dataclass(frozen=True)
 class PolicyPublished(Event):
     """All engines in rollout serve a policy version, or will before they serve again."""
 
