@@ -1,0 +1,371 @@
+"""The engine program: vLLM's OpenAI server behind Gyre's gate. The one importer of vLLM, with what runs inside it.
+
+`python -m gyre.cell.engine` is a child of a supervisor (`gyre.cell.engine_client`): it reads its settings as one line
+from the socket in GYRE_CHILD_FD, says there how far it is and where it serves, and ends when the other side closes.
+By hand: `python -m gyre.cell.engine '{"model": "...", "secret": "..."}'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from gyre.child import die_with_parent
+from gyre.errors import EXIT_FAULT, EXIT_OK, EXIT_USER, GyreError, UserError
+
+log = logging.getLogger("gyre.engine")
+
+Message = dict[str, Any]
+
+MIB = 1 << 20
+#: Logged instead of served: an execution samples from the policy itself unless its harness asks for something else.
+NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class Parent:
+    """The supervisor, as the engine sees it: settings in, words out, and the end of both."""
+
+    def __init__(self, sock: socket.socket | None) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def settings_line(self) -> bytes:
+        """The one line that the supervisor sends."""
+        assert self._socket is not None
+        data = b""
+        while not data.endswith(b"\n"):
+            piece = self._socket.recv(1 << 16)
+            if not piece:
+                os._exit(EXIT_FAULT)
+            data += piece
+        return data
+
+    def say(self, kind: str, **words: Any) -> None:
+        """Tell the supervisor how far this is."""
+        log.info("%s %s", kind, " ".join(f"{key}={value}" for key, value in words.items()))
+        if self._socket is not None:
+            with self._lock:
+                self._socket.sendall(json.dumps({"event": {"type": kind, **words}}).encode() + b"\n")
+
+    def watch(self) -> None:
+        """End this process and its children at once when the supervisor is gone, whatever else goes on here."""
+        if self._socket is not None:
+            threading.Thread(target=self._end_with_parent, name="parent", daemon=True).start()
+
+    def _end_with_parent(self) -> None:
+        assert self._socket is not None
+        try:
+            while self._socket.recv(4096):
+                pass
+        except OSError:
+            pass
+        directory = os.environ.get("VLLM_RPC_BASE_PATH", "")
+        if Path(directory).name.startswith("gyre-engine-"):
+            shutil.rmtree(directory, ignore_errors=True)
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(EXIT_FAULT)
+
+
+def flags(args: dict[str, Any]) -> list[str]:
+    """Command-line flags of a mapping: true and false as switches, mappings as JSON, lists as several words."""
+    words: list[str] = []
+    for key, value in args.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def kv_bytes(settings: Any) -> int:
+    """KV cache on a CPU: what every slot needs at full length, but at least 16 MiB."""
+    from gyre.models import parameters
+
+    model = parameters(Path(settings.model))
+    item = 4 if settings.dtype == "float32" else 2
+    token = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * item
+    return max(16 * MIB, token * (settings.max_context + 32) * settings.slots)
+
+
+def server_flags(settings: Any) -> list[str]:
+    """All flags of vLLM's server; those of the configuration come last and win."""
+    args: dict[str, Any] = {
+        "model": settings.model,
+        "served-model-name": settings.served_name,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_context,
+        "max-num-seqs": settings.slots,
+        "host": settings.host,
+        "port": settings.port,
+        "seed": settings.seed,
+        "logprobs-mode": "processed_logprobs",
+        "override-generation-config": NEUTRAL_SAMPLING,
+        "enable-prefix-caching": True,
+        "enable-prompt-tokens-details": True,
+        "enable-scale-out": True,  # for /v1/chat/completions/render; the gate lets nothing else of it through
+        "disable-uvicorn-access-log": True,
+        "disable-fastapi-docs": True,
+    }
+    if settings.gpus:
+        args |= {
+            "tensor-parallel-size": settings.gpus,
+            "gpu-memory-utilization": 0.85,
+            "enable-sleep-mode": True,
+            "worker-extension-cls": "gyre.cell.engine_worker.Weights",
+        }
+    else:
+        args |= {
+            "enforce-eager": True,
+            "block-size": 32,
+            "max-num-batched-tokens": 2048,
+            "kv-cache-memory-bytes": kv_bytes(settings),
+            "distributed-executor-backend": "uni",
+            "worker-cls": "gyre.cell.engine_worker_cpu.CpuWorker",
+        }
+    own = {key.replace("_", "-"): value for key, value in settings.args.items()}
+    return flags({**args, **own})
+
+
+class VllmControl:
+    """What the gate asks of vLLM (`gyre.cell.gate.Control`)."""
+
+    def __init__(self, engine: Any, settings: Any) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._missing: set[str] = set()  # memory or contents without which the engine cannot work
+
+    async def drain(self) -> None:
+        """Abort what vLLM's core has; it answers once it has no work left."""
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
+        for _ in range(200):
+            if not self._engine.get_num_unfinished_requests():
+                return
+            await asyncio.sleep(0.01)
+        raise GyreError(f"{self._engine.get_num_unfinished_requests()} requests are unfinished after an abort")
+
+    async def resume(self) -> None:
+        """Schedule requests again."""
+        if self._missing:
+            raise GyreError(f"the engine cannot serve: {', '.join(sorted(self._missing))} missing since it slept")
+        await self._engine.resume_generation()
+
+    async def sleep(self) -> Message:
+        """Release weights and KV memory on every worker."""
+        await self._engine.sleep(level=2, mode="abort")
+        self._missing = {"weights", "kv_cache", "weights' contents"}
+        return await self.memory()
+
+    async def wake(self, tags: list[str]) -> Message:
+        """Bring memory back."""
+        if unknown := set(tags) - {"weights", "kv_cache"}:
+            raise UserError(f"unknown tags {sorted(unknown)}; use weights and kv_cache")
+        wanted = [tag for tag in tags if tag in self._missing]
+        if wanted:
+            await self._engine.wake_up(wanted)
+            self._missing -= set(wanted)
+        return await self.memory()
+
+    async def load(self, path: str, checksum: str | None, snapshot: int | None) -> Message:
+        """Load a snapshot on every worker and compare what they now hold with what was announced."""
+        from gyre.checksum import add, combine
+        from gyre.errors import WeightsMismatch
+
+        if "weights" in self._missing:
+            raise GyreError("the weights' memory is released; wake it before a load")
+        self._missing.add("weights' contents")
+        results = await self._engine.collective_rpc("gyre_load", args=(path,))
+        held: dict[str, tuple[int, int]] = {}
+        for result in results:
+            held = add(held, {group: (int(pair[0]), int(pair[1])) for group, pair in result["sums"].items()})
+        if not await self._engine.reset_prefix_cache():
+            raise GyreError("the prefix cache could not be emptied")
+        actual = combine(held)
+        if checksum is not None and actual != checksum:
+            raise WeightsMismatch(await asyncio.to_thread(self._explain, held, path, checksum, snapshot))
+        self._missing.discard("weights' contents")
+        seconds = max(result["seconds"] for result in results)
+        return {"checksum": actual, "snapshot": snapshot, "seconds": seconds}
+
+    def _explain(self, held: dict[str, tuple[int, int]], path: str, checksum: str, snapshot: int | None) -> str:
+        """Who is at fault: the file, which is not what was announced, or the engine, which does not hold the file."""
+        import torch
+
+        from gyre.cell.engine_worker import snapshot_tensors
+        from gyre.checksum import combine, differing, sums
+
+        dtype = getattr(torch, self._settings.dtype)
+        names = {name for name, _ in snapshot_tensors(path)}
+        tied = {"lm_head.weight"} if self._engine.model_config.hf_config.tie_word_embeddings else set()
+        in_file = sums((n, t.to(dtype)) for n, t in snapshot_tensors(path) if n not in tied or len(names) == 1)
+        say = f"snapshot {snapshot} at {path}: announced with checksum {checksum}, but "
+        if wrong := differing(in_file, held):
+            return f"{say}the engine holds {combine(held)}; it differs from the file in {', '.join(wrong[:5])}"
+        return f"{say}the file has {combine(in_file)}: it was altered, or is another snapshot"
+
+    async def memory(self) -> Message:
+        """Bytes of storages on all workers, and resident and proportional set sizes of all the engine's processes."""
+        import psutil
+
+        workers = await self._engine.collective_rpc("gyre_memory")
+        rss = pss = 0
+        me = psutil.Process()
+        for process in [me, *me.children(recursive=True)]:
+            try:
+                full = process.memory_full_info()
+            except psutil.Error:
+                continue
+            rss, pss = rss + full.rss, pss + full.pss
+        sizes = {kind: sum(worker[kind] for worker in workers) for kind in ("weights", "kv")}
+        return {"bytes": sizes, "rss": rss, "pss": pss}
+
+    def tokens(self) -> int:
+        """Tokens sampled since the start, from vLLM's own counter."""
+        from prometheus_client import REGISTRY
+
+        labels = {"model_name": self._settings.served_name, "engine": "0"}
+        return int(REGISTRY.get_sample_value("vllm:generation_tokens_total", labels) or 0)
+
+
+def load_libraries() -> None:
+    """Import what an engine needs: nearly all of its start. A CPU engine may be forked from a process that did this."""
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
+    import vllm.entrypoints.launchers.cli_args  # noqa: F401
+    import vllm.v1.engine.async_llm  # noqa: F401
+    import vllm.v1.engine.core  # noqa: F401
+
+
+async def _serve(settings: Any, parent: Parent) -> int:
+    import uvicorn
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from gyre.cell.gate import Gate
+
+    args = make_arg_parser(FlexibleArgumentParser(prog="engine.args")).parse_args(server_flags(settings))
+    try:
+        validate_parsed_serve_args(args)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"vLLM refuses these settings: {' '.join(str(error).split())}") from error
+    if not settings.gpus:
+        # The CPU platform asks for spawned children, which would import everything once more; here a fork is safe:
+        # this process has one thread and has not computed.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    sock = socket.create_server((settings.host, settings.port), backlog=1024)
+    parent.say("progress", what="loading the model")
+    engine = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    try:
+        parent.watch()  # not before the fork: a thread does not survive it
+        await engine.reset_mm_cache()
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        control = VllmControl(engine, settings)
+        gate = Gate(app, secret=settings.secret, rank=settings.rank, control=control)
+        options = {"access_log": False, "log_level": "warning", "timeout_graceful_shutdown": 1}
+        server = uvicorn.Server(uvicorn.Config(gate, timeout_keep_alive=300, **options))
+        return await _run(server, sock, engine, parent, settings)
+    finally:
+        engine.shutdown(timeout=0)
+        sock.close()
+
+
+async def _run(server: Any, sock: socket.socket, engine: Any, parent: Parent, settings: Any) -> int:
+    """Serve until SIGTERM, or until vLLM's core is dead."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+        server.should_exit = True
+
+    async def watch() -> None:
+        while not server.should_exit:
+            if server.started and not ready.is_set():
+                ready.set()
+                parent.say("ready", url=f"http://{settings.host}:{sock.getsockname()[1]}", pid=os.getpid())
+            if engine.errored:
+                log.error("vLLM's engine core is dead")
+                end(EXIT_FAULT)
+            await asyncio.sleep(0.02 if not ready.is_set() else 0.5)
+
+    ready = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, EXIT_OK)
+    server.capture_signals = _no_signals  # uvicorn's own handlers would replace these and send the signal again
+    watching = loop.create_task(watch())
+    await server.serve(sockets=[sock])
+    watching.cancel()
+    return ended.result() if ended.done() else EXIT_FAULT
+
+
+class _NoSignals:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _no_signals() -> _NoSignals:
+    return _NoSignals()
+
+
+def run(settings: Any, parent: Parent) -> int:
+    """Be the engine; returns the exit code."""
+    import uvloop
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)  # until the server takes signals itself
+    if not settings.gpus:
+        os.register_at_fork(after_in_child=die_with_parent)  # vLLM's core must not outlive this process
+    try:
+        return uvloop.run(_serve(settings, parent))
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def main() -> int:
+    """Entry point."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    descriptor = os.environ.pop("GYRE_CHILD_FD", None)
+    if descriptor is not None:
+        die_with_parent()
+    parent = Parent(socket.socket(fileno=int(descriptor)) if descriptor is not None else None)
+    from gyre.cell.engine_client import EngineSettings, environment
+
+    line = parent.settings_line() if descriptor is not None else sys.argv[1]
+    settings = EngineSettings.decode(line)
+    for key, value in environment(settings).items():
+        os.environ.setdefault(key, value)
+    parent.say("progress", what="importing vLLM")
+    load_libraries()
+    return run(settings, parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,426 @@
+"""The gate: an ASGI application in front of an engine's own server, in its process.
+
+It alone says what the engine works on. It knows the cell's role epoch, refuses requests of another epoch and of closed
+executions, counts what is live, and ends live work on the engine's side when the cell leaves rollout or takes new
+weights. No proxy has to behave for that. What it keeps true (invariant 6): once ``/gyre/close`` has answered with zero,
+nothing runs in the engine, and nothing will before ``/gyre/open``.
+
+States: ``closed`` (model requests are refused), ``open`` (they are served), ``held`` (they are parked until admitted).
+Live requests that are cancelled are answered with 409 ``gyre_moved``; an event stream that has begun ends with
+``event: gyre`` instead, and what it carried before stands. The gate imports no engine: `Control` is all it asks of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from gyre.errors import GyreError, UserError, WeightsMismatch
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: What a harness's request may reach. Anything else that the engine's server offers is not there, for anybody.
+MODEL_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/render",
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+READ_PATHS = frozenset({"/v1/models", "/metrics", "/version"})
+
+BODY_LIMIT = 256 << 20  # bytes of one request
+DISCONNECT_SECONDS = 2.0  # for the engine's server to act on a disconnect, before its task is cancelled outright
+ANSWER_SECONDS = 10.0  # for a client to take the last words of a cancelled request
+
+
+class Control(Protocol):
+    """What the gate asks of the engine behind it."""
+
+    async def drain(self) -> None:
+        """End whatever the engine still works on; return only once it has no unfinished request."""
+
+    async def resume(self) -> None:
+        """Work again. Raises GyreError where weights or KV memory are missing."""
+
+    async def sleep(self) -> Message:
+        """Release weights and KV memory."""
+
+    async def wake(self, tags: list[str]) -> Message:
+        """Bring back memory (``weights``, ``kv_cache``), not contents."""
+
+    async def load(self, path: str, checksum: str | None, snapshot: int | None) -> Message:
+        """Replace the weights in place. Raises WeightsMismatch where they are not the announced ones."""
+
+    async def memory(self) -> Message:
+        """Bytes held."""
+
+    def tokens(self) -> int:
+        """Tokens sampled since the start."""
+
+
+class Conflict(GyreError):
+    """An admin request that does not fit the gate's state."""
+
+
+class _Live:
+    """One admitted model request."""
+
+    def __init__(self, execution: int) -> None:
+        self.execution = execution
+        self.reason: str | None = None  # why it was cancelled
+        self.task: asyncio.Task[None] | None = None
+        self._cancelled = asyncio.Event()
+
+    def cancel(self, reason: str) -> None:
+        """Have the engine's server believe that the client is gone."""
+        self.reason = self.reason or reason
+        self._cancelled.set()
+
+    async def cancelled(self) -> None:
+        """Wait for a cancellation."""
+        await self._cancelled.wait()
+
+
+class _Answer:
+    """What the client gets: the engine's answer, unless the request is cancelled before it is complete."""
+
+    def __init__(self, send: Send, live: _Live, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._live = live
+        self._headers = headers
+        self._start: Message | None = None
+        self._begun = self._complete = self._stream = False
+        self._tail = b""
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on; the start waits for the first piece of body, so that it can still become a refusal."""
+        if self._live.reason is not None:
+            return
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._stream = kind.startswith(b"text/event-stream")
+            self._start = {**message, "headers": [*message.get("headers", ()), *self._headers]}
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._begun = True
+            await self._send(start)
+        self._complete = not message.get("more_body", False)
+        self._tail = message.get("body", b"")[-2:] or self._tail
+        await self._send(message)
+
+    async def end(self) -> None:
+        """Say the last words of a cancelled request."""
+        if self._complete:
+            return
+        moved = self._live.reason == "gyre_moved"
+        if not self._begun:
+            await _refuse(self._send, self._live.reason or "gyre_moved", "cancelled here; look up its route")
+        elif self._stream:
+            gap = "" if self._tail in (b"", b"\n\n") else "\n\n"
+            words = json.dumps({"moved": True} if moved else {"moved": False, "closed": True})
+            body = f"{gap}event: gyre\ndata: {words}\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        else:  # half a plain answer cannot be taken back: break the connection
+            raise ConnectionAbortedError("cancelled in the middle of an answer")
+
+
+class Gate:
+    """ASGI application that wraps `app`; `secret` is the run's key and `rank` names this engine in answers."""
+
+    def __init__(self, app: App, *, secret: str, rank: int, control: Control) -> None:
+        self._app = app
+        self._bearer = f"Bearer {secret}".encode()
+        self._rank = rank
+        self._control = control
+        self.state = "closed"
+        self.epoch = -1
+        self.policy = -1
+        self._closed: set[int] = set()
+        self._live: set[_Live] = set()
+        self._parked = 0
+        self._turn = asyncio.Event()  # set, and replaced, at every change of state
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._admin = asyncio.Lock()
+        self._requests = 0
+        self._busy = 0.0
+        self._busy_since = 0.0
+        self._operations = {
+            ("POST", "/gyre/open"): self._open,
+            ("POST", "/gyre/hold"): self._hold,
+            ("POST", "/gyre/admit"): self._admit,
+            ("POST", "/gyre/close"): self._close,
+            ("POST", "/gyre/sleep"): self._sleep,
+            ("POST", "/gyre/wake"): self._wake,
+            ("POST", "/gyre/load"): self._load,
+            ("GET", "/gyre/memory"): self._memory,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection scope."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:  # no websocket leads anywhere
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if (method, path) == ("GET", "/health"):
+            await self._app(scope, receive, send)
+        elif not hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
+            await _refuse(send, "gyre_unauthorized", "the run's key is missing or wrong", 401)
+        elif method == "POST" and path in MODEL_PATHS:
+            await self._model_request(scope, headers, receive, send)
+        elif method == "GET" and path in READ_PATHS:
+            await self._app(scope, receive, send)
+        elif path.startswith("/gyre/"):
+            await self._admin_request(method, path, receive, send)
+        else:
+            await _refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
+
+    # -- model requests ----------------------------------------------------------------------------------------------
+    async def _model_request(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if body is None:
+            return
+        try:
+            execution, epoch = int(headers[b"x-gyre-execution"]), int(headers[b"x-gyre-epoch"])
+        except (KeyError, ValueError):
+            await _refuse(send, "gyre_bad_request", "X-Gyre-Execution and X-Gyre-Epoch must be numbers", 400)
+            return
+        gone = asyncio.ensure_future(receive())  # the body is read: the next message can only be a disconnect
+        try:
+            refusal = await self._admission(execution, epoch, gone)
+            if refusal is None:
+                await self._run(_Live(execution), scope, body, gone, send)
+            elif not gone.done():
+                await _refuse(send, refusal, f"engine {self._rank} does not serve this; look up its route")
+        finally:
+            gone.cancel()
+
+    async def _admission(self, execution: int, epoch: int, gone: asyncio.Future[Message]) -> str | None:
+        """Why a request is refused, or None; waits while the gate is held. No await follows the decision."""
+        while True:
+            if execution in self._closed:
+                return "gyre_execution_closed"
+            if self.state == "closed" or epoch != self.epoch:
+                return "gyre_moved"
+            if self.state == "open":
+                return None
+            self._parked += 1
+            try:
+                await _first(self._turn.wait(), gone)
+            finally:
+                self._parked -= 1
+            if gone.done():
+                return "gyre_moved"
+
+    def _become(self, state: str) -> None:
+        self.state = state
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    async def _run(self, live: _Live, scope: Scope, body: bytes, gone: asyncio.Future[Message], send: Send) -> None:
+        self._enter(live)
+        answer = _Answer(send, live, [(b"x-gyre-policy", b"%d" % self.policy), (b"x-gyre-engine", b"%d" % self._rank)])
+        rest = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def app_receive() -> Message:
+            if (message := next(rest, None)) is not None:
+                return message
+            await _first(live.cancelled(), gone)
+            return {"type": "http.disconnect"}
+
+        # Below spec version 2.4 streaming responses listen for a disconnect, which is how they are cancelled here.
+        scope = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
+        live.task = asyncio.ensure_future(self._app(scope, app_receive, answer.send))
+        try:
+            await asyncio.wait({live.task})
+        except asyncio.CancelledError:  # the server goes down
+            live.task.cancel()
+            raise
+        finally:
+            self._leave(live)
+        error = None if live.task.cancelled() else live.task.exception()
+        if live.reason is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(answer.end(), ANSWER_SECONDS)
+        elif error is not None:
+            raise error
+
+    def _enter(self, live: _Live) -> None:
+        if not self._live:
+            self._busy_since = time.monotonic()
+        self._live.add(live)
+        self._idle.clear()
+        self._requests += 1
+
+    def _leave(self, live: _Live) -> None:
+        self._live.discard(live)
+        if not self._live:
+            self._busy += time.monotonic() - self._busy_since
+            self._idle.set()
+
+    async def _end_live(self, state: str) -> Message:
+        """Take no more, cancel what is live, and return when the engine itself has nothing left (invariant 6)."""
+        self._become(state)
+        for live in list(self._live):
+            live.cancel("gyre_moved")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), DISCONNECT_SECONDS)
+        for live in list(self._live):
+            if live.task is not None:
+                live.task.cancel()
+        await self._idle.wait()
+        await self._control.drain()
+        return {"live": len(self._live)}
+
+    # -- admin requests ----------------------------------------------------------------------------------------------
+    async def _admin_request(self, method: str, path: str, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if body is None:
+            return
+        try:
+            arguments = json.loads(body or b"{}")
+            if (method, path) == ("GET", "/gyre/status"):
+                result = self.status()
+            elif (method, path) == ("POST", "/gyre/closed"):
+                result = self._executions_closed(**arguments)
+            elif (operation := self._operations.get((method, path))) is not None:
+                inspect.signature(operation).bind(**arguments)
+                async with self._admin:
+                    result = await operation(**arguments)
+            else:
+                await _refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
+                return
+        except Exception as error:  # every fault of an operation is the caller's to judge
+            kinds = {Conflict: ("gyre_conflict", 409), WeightsMismatch: ("gyre_weights_mismatch", 409)}
+            kinds |= {UserError: ("gyre_user_error", 400), TypeError: ("gyre_bad_request", 400)}
+            kinds |= {json.JSONDecodeError: ("gyre_bad_request", 400)}
+            kind, status = kinds.get(type(error), ("gyre_fault", 500))
+            log.error("%s: %s: %s", path, type(error).__name__, error, exc_info=status == 500)
+            await _refuse(send, kind, str(error) or type(error).__name__, status)
+        else:
+            await _json(send, 200, result)
+
+    def status(self) -> Message:
+        """Counts of this gate's own: an engine's gauges stand still while it does."""
+        busy = self._busy + (time.monotonic() - self._busy_since if self._live else 0.0)
+        return {
+            "state": self.state,
+            "epoch": self.epoch,
+            "policy": self.policy,
+            "live": len(self._live),
+            "parked": self._parked,
+            "requests": self._requests,
+            "tokens": self._control.tokens(),
+            "busy_seconds": round(busy, 6),
+        }
+
+    def _executions_closed(self, n: list[int]) -> Message:
+        self._closed.update(n)
+        for live in list(self._live):
+            if live.execution in self._closed:
+                live.cancel("gyre_execution_closed")
+        return {}
+
+    async def _open(self, epoch: int, policy: int) -> Message:
+        if self._live:
+            raise Conflict("the gate cannot open under a new epoch with live requests; close it first")
+        await self._control.resume()
+        self.epoch, self.policy = epoch, policy
+        self._become("open")
+        return self.status()
+
+    async def _hold(self) -> Message:
+        if self.state == "closed":
+            raise Conflict("the gate is closed; there is nothing to hold")
+        return await self._end_live("held")
+
+    async def _admit(self, policy: int) -> Message:
+        if self.state != "held":
+            raise Conflict(f"the gate is {self.state}, not held")
+        await self._control.resume()
+        self.policy = policy
+        self._become("open")
+        return self.status()
+
+    async def _close(self) -> Message:
+        return await self._end_live("closed")
+
+    def _demand_quiet(self, what: str) -> None:
+        if self.state == "open" or self._live:
+            raise Conflict(f"{what} needs a gate that is closed or held and has nothing live")
+
+    async def _sleep(self) -> Message:
+        self._demand_quiet("sleep")
+        return await self._control.sleep()
+
+    async def _wake(self, tags: list[str]) -> Message:
+        self._demand_quiet("wake")
+        return await self._control.wake(tags)
+
+    async def _load(self, path: str, checksum: str | None = None, snapshot: int | None = None) -> Message:
+        self._demand_quiet("load")
+        return await self._control.load(path, checksum, snapshot)
+
+    async def _memory(self) -> Message:
+        return await self._control.memory()
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The whole body, or None if the client left or sent too much."""
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > BODY_LIMIT:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _first(wait: Coroutine[Any, Any, Any], gone: asyncio.Future[Message]) -> None:
+    """Wait for one of two; `gone` is left alone."""
+    task = asyncio.ensure_future(wait)
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+
+
+async def _json(send: Send, status: int, value: Message) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(value).encode(), "more_body": False})
+
+
+async def _refuse(send: Send, kind: str, message: str, status: int = 409) -> None:
+    await _json(send, status, {"error": {"type": kind, "message": message}})
