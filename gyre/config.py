@@ -51,9 +51,11 @@ class ScoreConfig(_Section):
     """How a finished execution is scored: exactly one of command and function."""
 
     command: list[str] | None = Field(
-        None, description="Runs in the workspace; its last line of output is a number or {\"score\": number}."
+        None, description='Runs in the workspace; its last line of output is a number or {"score": number}.'
     )
-    function: str | None = Field(None, description="module:name or /path/file.py:name, called (workspace, task) -> float.")
+    function: str | None = Field(
+        None, description="module:name or /path/file.py:name, called (workspace, task) -> float."
+    )
     timeout: float = Field(60.0, gt=0, description="Seconds that scoring may take.")
 
     @model_validator(mode="after")
@@ -66,7 +68,9 @@ class ScoreConfig(_Section):
 class HarnessConfig(_Section):
     """The user's agent: any command that talks to an OpenAI- or Anthropic-style endpoint."""
 
-    command: list[str] = Field(min_length=1, description="Started in a fresh workspace. {root} is where Gyre was started.")
+    command: list[str] = Field(
+        min_length=1, description="Started in a fresh workspace. {root} is where Gyre was started."
+    )
     timeout: float = Field(600.0, gt=0, description="Seconds an execution may take, waiting for engines not counted.")
     tries: int = Field(2, ge=1, description="Tries of an execution when the infrastructure fails it.")
     score: ScoreConfig
@@ -174,7 +178,9 @@ class SlurmConfig(_Section):
     hosts: PlacementConfig = Field(default_factory=PlacementConfig)
     setup: list[str] = Field(default_factory=list, description="Shell lines before srun: modules, conda, venv.")
     container: str | None = Field(None, description="Image for srun --container-image (pyxis/enroot).")
-    signal_seconds: int = Field(120, ge=10, description="Seconds before the time limit at which the job requeues itself.")
+    signal_seconds: int = Field(
+        120, ge=10, description="Seconds before the time limit at which the job requeues itself."
+    )
 
 
 class NetworkConfig(_Section):
@@ -246,13 +252,14 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    """One line for the first fault of a validation error."""
-    fault = error.errors()[0]
+    """One line for the fault of a validation error that most likely caused the others: a misspelt key, or the first."""
+    faults = error.errors()
+    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
     path = tuple(str(p) for p in fault["loc"])
     dotted = ".".join(path)
     if fault["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, 1, 0.5)
+        near = difflib.get_close_matches(path[-1], known, 1, 0.6)
         where = f" in {'.'.join(path[:-1])}" if path[:-1] else ""
         hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
         return f"{source}: unknown key {path[-1]!r}{where}; {hint}"

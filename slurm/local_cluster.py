@@ -196,7 +196,7 @@ class LocalCluster:
         pids = [entry["pid"] for name, entry in daemons.items() if name != "munged"]
         _end(pids)
         _end([entry["pid"] for name, entry in daemons.items() if name == "munged"])
-        _end(self._leftovers())
+        _end(self.leftovers())
         place = daemons.get("munged", {}).get("directory")
         if place and Path(place) != self._socket_directory:
             shutil.rmtree(place, ignore_errors=True)
@@ -213,7 +213,7 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             pass  # the controller hangs; it and the jobs' processes are killed next
 
-    def _leftovers(self) -> list[int]:
+    def leftovers(self) -> list[int]:
         """Processes of this cluster's steps and jobs that outlived their daemons."""
         found = []
         for entry in Path("/proc").iterdir():

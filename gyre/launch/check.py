@@ -19,7 +19,7 @@ from gyre.config import Config
 from gyre.errors import UserError
 from gyre.launch import node
 from gyre.launch.identity import Identity, het_groups
-from gyre.launch.plan import Layout, Plan, count, gpus_of, plan
+from gyre.launch.plan import Layout, Plan, count, plan
 from gyre.tasks import load_tasks
 
 #: Programs whose first argument is a file that has to exist.
@@ -64,21 +64,17 @@ def _command(config: Config, command: list[str], key: str) -> None:
     search = config.harness.env.get("PATH", os.environ.get("PATH", os.defpath))
     # It runs in a fresh workspace, where a relative path leads nowhere.
     if not program or ("/" in program and not program.startswith("/")):
-        raise UserError(
-            f"{key}: {program!r} is not found from a fresh workspace; write {{root}}/{program.lstrip('./')}"
-        )
+        better = "{root}/" + program.removeprefix("./")
+        raise UserError(f"{key}: {program!r} leads nowhere from a fresh workspace; write {better}")
     if shutil.which(program, path=search) is None:
-        there = f"{program} is not executable; chmod +x it" if Path(program).is_file() else f"there is no {program!r}"
-        raise UserError(f"{key}: {there}, or name another program" if "chmod" in there else _not_there(key, program))
+        if Path(program).is_file():
+            raise UserError(f"{key}: {program} is not executable; chmod +x it, or name its interpreter first")
+        where = "no such file" if program.startswith("/") else "not found on PATH"
+        raise UserError(f"{key}: {program!r} does not exist ({where}); install it or correct the command")
     if _INTERPRETERS.match(Path(program).name):
         script = arguments[0] if arguments else ""
         if script.startswith("/") and not Path(script).exists():
             raise UserError(f"{key}: there is no file {script}; correct the path")
-
-
-def _not_there(key: str, program: str) -> str:
-    where = "no such file" if program.startswith("/") else "not found on PATH"
-    return f"{key}: {program!r} does not exist ({where}); install it or correct the command"
 
 
 def _function(config: Config, text: str) -> None:
@@ -145,8 +141,8 @@ def local_gpus(config: Config) -> None:
     needed, here = engines * config.cells.gpus, node.gpus_here()
     if here is not None and needed > here:
         raise UserError(
-            f"{count(engines, 'cell')} with cells.gpus {config.cells.gpus} need {count(needed, 'GPU')}, and this machine "
-            f"has {here}; set cells.gpus=0 to run on the CPU, or use --cluster slurm"
+            f"{count(engines, 'cell')} with cells.gpus {config.cells.gpus} need {count(needed, 'GPU')}, and this "
+            f"machine has {here}; set cells.gpus=0 to run on the CPU, or use --cluster slurm"
         )
 
 
@@ -204,8 +200,8 @@ def world(config: Config, identity: Identity) -> None:
     layout = Layout.of(config)
     if identity.world_size != layout.ranks:
         raise UserError(
-            f"the configuration needs {layout}, which are {count(layout.ranks, 'rank')}, but {identity.launcher} started "
-            f"{identity.world_size}; change the number of tasks, or cells.count, cells.standalone and hosts.count"
+            f"the configuration needs {layout}, which are {count(layout.ranks, 'rank')}, but {identity.launcher} "
+            f"started {identity.world_size}; change the tasks, or cells.count, cells.standalone and hosts.count"
         )
 
 
@@ -221,12 +217,10 @@ def _needs(fitting: Plan, config: Config) -> str:
 
 def _flags(fitting: Plan) -> str:
     """The sbatch options that would give a plan what it needs."""
-    one = [f"--nodes={c.nodes} --ntasks={c.tasks}" for c in fitting.components]
-    return " : ".join(one)
+    return " : ".join(
+        f"--nodes={c.nodes}" + (f" --ntasks={c.tasks}" if c.tasks != c.nodes else "") for c in fitting.components
+    )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     return int(re.match(r"\d*", environ.get(name, "")).group() or 0)  # type: ignore[union-attr]
-
-
-__all__ = ["allocation", "before_start", "gpus_of", "harness", "local_gpus", "ports", "slurm_is_there", "world"]

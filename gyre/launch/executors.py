@@ -1,4 +1,4 @@
-"""submitit's executors as Gyre needs them: one local task per rank, and a Slurm het job that runs all ranks in one step.
+"""submitit's executors as Gyre needs them: one local task per rank, and a Slurm job with all ranks in one step.
 
 What submitit starts in every rank is a `RankCall`, which calls `gyre.rank.main`. submitit would also checkpoint,
 requeue and swallow signals in every task; a rank looks after itself and the batch script requeues, so the job
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -84,6 +85,11 @@ class GyreJobEnvironment(JobEnvironment):
     """What a task of ours must tell submitit about its job, locally and on Slurm."""
 
     _env = {"num_tasks": LOCAL_SIZE, "num_nodes": "", "node": "", "local_rank": LOCAL_RANK}
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.activated():  # a rank's output is for its own words
+            logging.getLogger("submitit").setLevel(logging.WARNING)
 
     @property
     def job_id(self) -> str:
@@ -225,11 +231,8 @@ def task(config: Config, run_dir: Path, command: str, exports: Sequence[tuple[st
     package = Path(__file__).resolve().parents[2]
     python = rank_python(config)
     # With a container, the machine outside may have no interpreter that knows Gyre.
-    ended = (
-        f'{python} -m gyre.cli ended {shlex.quote(str(run_dir))} "$code"'
-        if not config.slurm.container
-        else "(exit $code)"
-    )
+    ended = f'{python} -m gyre.cli ended {shlex.quote(str(run_dir))} "$code"'
+    ended = "(exit $code)" if config.slurm.container else ended
     if program := os.environ.get(RANK_PROGRAM):
         exports = [*exports, (RANK_PROGRAM, program)]
     search = None if str(package) == config.root else str(package)

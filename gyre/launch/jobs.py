@@ -152,14 +152,9 @@ class SlurmRun:
     def waits(self) -> str | None:
         """Slurm's word for why the job waits."""
         state, reason = self._job.describe()
-        waiting = state in ("PENDING", "UNKNOWN", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")
-        return (
-            f"{state.lower()} ({reason})"
-            if waiting and reason not in ("", "None")
-            else state.lower()
-            if waiting
-            else None
-        )
+        if state not in ("PENDING", "UNKNOWN", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"):
+            return None
+        return state.lower() + (f" ({reason})" if reason not in ("", "None") else "")
 
     def stop(self) -> None:
         """Cancel the job and wait until Slurm has ended it."""

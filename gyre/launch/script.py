@@ -88,13 +88,12 @@ def _body(plan: Plan, slurm: SlurmConfig, task: Task) -> Iterator[str]:
         yield f'export PYTHONPATH={shlex.quote(task.search_path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     for key, value in task.exports:
         yield f"export {key}={shlex.quote(value)}"
-    yield 'export GYRE_JOB_ID="$SLURM_JOB_ID"'
     yield from slurm.setup
     yield ""
     yield "# Before the time limit, or when somebody sends USR1: begin again, from the last commit."
     yield "requeue() {"
     yield '    echo "gyre: requeueing job $SLURM_JOB_ID; it goes on from the last commit"'
-    yield '    scontrol requeue "$SLURM_JOB_ID" || echo "gyre: job $SLURM_JOB_ID may not be requeued; resume the run by hand"'
+    yield '    scontrol requeue "$SLURM_JOB_ID" || echo "gyre: it may not be requeued; resume the run by hand"'
     yield "}"
     yield "trap requeue USR1"
     yield ""
