@@ -284,6 +284,7 @@ async def _serve(settings: Any, parent: Parent) -> int:
         gate = Gate(app, secret=settings.secret, rank=settings.rank, control=control)
         options = {"access_log": False, "log_level": "warning", "timeout_graceful_shutdown": 1}
         server = uvicorn.Server(uvicorn.Config(gate, timeout_keep_alive=300, **options))
+        app.state.server = server  # vLLM's handlers of fatal errors stop it
         return await _run(server, sock, engine, parent, settings)
     finally:
         engine.shutdown(timeout=0)
@@ -347,6 +348,12 @@ def run(settings: Any, parent: Parent) -> int:
         return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_OK
+    except SystemExit as error:  # the parser of the flags has said why
+        return int(error.code or EXIT_OK)
+    except Exception as error:
+        log.exception("the engine failed")
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return EXIT_FAULT
 
 
 def main() -> int:
@@ -367,5 +374,13 @@ def main() -> int:
     return run(settings, parent)
 
 
+def leave(code: int) -> None:
+    """End this process without the interpreter's teardown, in which vLLM's libraries complain and take their time."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

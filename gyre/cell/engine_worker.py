@@ -21,7 +21,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from gyre.checksum import Sums, sums
 
@@ -116,13 +116,6 @@ def _watched(model: nn.Module, report: Callable[[nn.Module], None]) -> Iterator[
             layer.quant_method = layer.quant_method._inner
 
 
-def pack_tied_head(model: nn.Module) -> None:
-    """Pack a tied output layer again: vLLM 0.32's reload skips it on CPUs, where it goes on with the old weights."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
-
-
 def _packed_bytes(layer: nn.Module) -> int:
     """Bytes of a layer's packed copy, which is held by the closure that multiplies with it."""
     size = 0
@@ -155,12 +148,11 @@ class Weights:
         with set_current_vllm_config(self.vllm_config), _watched(model, count.layer):
             self.model_runner.reload_weights(weights_iterator=snapshot_tensors(path))
         with set_current_vllm_config(self.vllm_config):
-            pack_tied_head(model)
-        self.gyre_loaded()
+            self.gyre_loaded()
         return {"sums": count.finish(), "seconds": time.monotonic() - started}
 
     def gyre_loaded(self) -> None:
-        """Clean up after a load; a hook for worker classes."""
+        """Finish a load; a hook for worker classes."""
 
     def gyre_memory(self) -> dict[str, int]:
         """Bytes of weights and KV cache that this worker holds at this moment, and its process id."""

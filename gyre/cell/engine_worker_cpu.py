@@ -42,16 +42,30 @@ class CpuWorker(Weights, CPUWorker):
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Load the model as it is started with."""
         super().load_model(*args, **kwargs)
-        self.gyre_loaded()
+        self._drop_unused_copies()
+        self._packed_layers = [m for m in self.model_runner.get_model().modules() if "cpu_linear" in m.__dict__]
 
     def gyre_loaded(self) -> None:
-        """Drop the packed copy of an embedding that only a separate output layer would multiply with."""
-        model = self.model_runner.get_model()
-        if any(isinstance(module, ParallelLMHead) for module in model.modules()):
-            for module in model.modules():
+        """Pack the output layer again, and see that every layer that multiplies has its packed copy.
+
+        vLLM 0.32's reload skips an output layer whose weights are tied to the embedding's; it would go on with the old.
+        """
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+        bare = [type(module).__name__ for module in self._packed_layers if "cpu_linear" not in module.__dict__]
+        if bare:
+            raise RuntimeError(f"layers were not packed by this load: {', '.join(sorted(set(bare)))}")
+        self._drop_unused_copies()
+        _trim()
+
+    def _drop_unused_copies(self) -> None:
+        """An embedding is packed too; but with an output layer of its own, nothing multiplies with that copy."""
+        modules = list(self.model_runner.get_model().modules())
+        if any(isinstance(module, ParallelLMHead) for module in modules):
+            for module in modules:
                 if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
                     module.__dict__.pop("cpu_linear", None)
-        _trim()
 
     def sleep(self, level: int = 1) -> None:
         """Release KV cache and weights; the contents are gone at every level."""
