@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Host:
     port: int
     model: str
 
+    @property
+    def mark(self) -> str:
+        """What the marks of this host's programs begin with."""
+        return f"{self.run_dir.name}/{self.attempt}/{self.rank}/"
+
     def ensure_attempt(self) -> None:
         """Raise `Superseded` where a newer attempt of the run exists."""
         newest = max((int(p.name) for p in (self.run_dir.path / "attempts").iterdir() if p.name.isdigit()), default=0)
@@ -74,18 +80,18 @@ def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
 
 
 class Try:
-    """One try: `run` it once; `cancel` and `fail` end it early."""
+    """One try: `run` it once, on a host; `cancel` and `fail` end it early."""
 
-    def __init__(self, host: Host, n: int, number: int, engine: int) -> None:
+    _host: Host
+    _dir: Path
+    _mark: str
+
+    def __init__(self, n: int, number: int) -> None:
         self.n = n
         self.number = number
-        self.engine = engine
         self.phase = "starting"
-        self._host = host
-        self._dir = host.run_dir.try_dir(n, number)
         self._interrupted = asyncio.Event()
         self._interruption: Ending | TryBroken | None = None
-        self._mark = f"{host.run_dir.name}/{host.attempt}/{n}/{number}/{secrets.token_hex(8)}"
         self._token = f"gyre-{secrets.token_urlsafe(24)}"
 
     def cancel(self, reason: str) -> None:
@@ -101,19 +107,24 @@ class Try:
             self._interruption = how
             self._interrupted.set()
 
-    async def run(self) -> ExecutionClosed:
-        """Run harness and scorer, and link the outcome; returns the news of it.
+    async def run(self, host: Host, engine: Callable[[], int | None]) -> ExecutionClosed:
+        """Run harness and scorer on `host`, and link the outcome; returns the news of it.
+
+        `engine` tells which engine is assigned when the proxy is to know: moves may come before.
 
         Raises:
             TryBroken: the infrastructure failed; there is no outcome.
             Superseded: there is a newer attempt of the run; nothing was linked.
         """
-        self._host.ensure_attempt()
+        self._host = host
+        self._dir = host.run_dir.try_dir(self.n, self.number)
+        self._mark = f"{host.mark}{self.n}/{self.number}/{secrets.token_hex(8)}"
+        host.ensure_attempt()
         if (known := await asyncio.to_thread(self._known_outcome)) is not None:
             return closed_event(known)
         try:
             spec = await asyncio.to_thread(self._prepare)
-            await self._register()
+            await self._register(engine)
             try:
                 ending = await self._harness()
                 self.phase = "closing"
@@ -157,14 +168,17 @@ class Try:
     def _temporary(self) -> Path:
         return self._host.scratch / f"{self.n}-{self.number}"
 
-    async def _register(self) -> None:
+    @property
+    def _key(self) -> dict[str, int]:
+        return {"execution": self.n, "try_number": self.number}
+
+    async def _register(self, engine: Callable[[], int | None]) -> None:
         await self._host.proxy.call(
             "register",
             timeout=_CLOSE_SECONDS,
-            execution=self.n,
-            try_number=self.number,
+            **self._key,
             token=self._token,
-            engine=self.engine,
+            engine=engine(),
             record_path=str(self._dir / RECORDS),
         )
 
@@ -215,7 +229,7 @@ class Try:
                     return Ending("completed") if code == 0 else Ending("failed", f"exit code {code}")
                 if interrupted.done():
                     return self._interruption if isinstance(self._interruption, Ending) else Ending("failed")
-                held = await self._host.proxy.call("held", timeout=_CLOSE_SECONDS, execution=self.n)
+                held = await self._host.proxy.call("held", timeout=_CLOSE_SECONDS, **self._key)
                 remaining = timeout - (time.monotonic() - begun - held["seconds"])
                 if remaining <= 0 and not held["now"]:
                     return Ending("timed_out", f"ran for more than {timeout:g} s")
@@ -225,7 +239,7 @@ class Try:
             interrupted.cancel()
 
     async def _close_requests(self) -> dict[str, Any]:
-        return await self._host.proxy.call("close", timeout=_CLOSE_SECONDS, execution=self.n)
+        return await self._host.proxy.call("close", timeout=_CLOSE_SECONDS, **self._key)
 
     # -- after -------------------------------------------------------------------------------------------------------
     async def _score(self) -> Score:

@@ -25,7 +25,7 @@ from gyre.config import Config
 from gyre.errors import ChildFailed, UserError
 from gyre.events import Event, RankReady, TryFailed
 from gyre.harness.execution import Host, Try, TryBroken
-from gyre.harness.process import adopt_orphans, kill_strays
+from gyre.harness.process import adopt_orphans, bury, kill_strays
 from gyre.proxy.routing import RouteTable
 from gyre.run_dir import RunDir
 from gyre.status import STATE_HOSTING, STATE_STARTING, RankStatus
@@ -72,8 +72,8 @@ class HostSupervisor:
         self._table = RouteTable()
         self._tries: dict[int, Try] = {}
         self._tasks: dict[asyncio.Task[None], Try] = {}
-        self._proxy: Child | None = None
-        self._port = 0
+        self._host: Host | None = None  # with the present proxy; None while there is none
+        self._host_changed = asyncio.Event()
         self._totals: dict[str, Any] = {}
         self._closed: Counter[str] = Counter()
         self._fault: asyncio.Future[None] | None = None
@@ -119,10 +119,10 @@ class HostSupervisor:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=10.0)
-        proxy, self._proxy = self._proxy, None
-        if proxy is not None:
-            await proxy.stop()
-        await kill_strays(None)
+        host, self._host = self._host, None
+        if host is not None:
+            await host.proxy.stop()
+            await kill_strays(host.mark)
         await asyncio.to_thread(shutil.rmtree, self._context.scratch, True)
         if self._fault is not None and self._fault.done() and not self._fault.cancelled():
             self._fault.exception()  # seen, whether or not anyone was still waiting for it
@@ -162,42 +162,27 @@ class HostSupervisor:
 
     async def _tell_proxy(self, operation: str, **arguments: Any) -> None:
         """Tell the proxy something that a new one would be told when it starts, so a dead one does not matter."""
-        if self._proxy is not None:
+        if self._host is not None:
             with contextlib.suppress(ChildFailed):
-                await self._proxy.call(operation, timeout=_PROXY_SECONDS, **arguments)
+                await self._host.proxy.call(operation, timeout=_PROXY_SECONDS, **arguments)
 
     def _grant(self, n: int, number: int, engine: int) -> None:
         old = self._tries.get(n)
         if old is not None and old.number >= number:
             return
-        if old is not None:  # the scheduler gave it up: its outcome, if any, still counts once
+        if old is not None:
             old.fail("granted again")
         self._table.assign(n, engine)
-        if self._proxy is None:
-            self._report(TryFailed(n, number, "the proxy is not up"))
-            return
-        one = Try(self._host(self._proxy), n, number, engine)
-        self._tries[n] = one
+        one = self._tries[n] = Try(n, number)
         task = asyncio.create_task(self._run_try(one), name=f"execution {n}.{number}")
         self._tasks[task] = one
         task.add_done_callback(self._ended)
 
-    def _host(self, proxy: Child) -> Host:
-        context = self._context
-        return Host(
-            run_dir=context.run_dir,
-            config=context.config,
-            attempt=context.attempt,
-            rank=context.rank,
-            scratch=context.scratch,
-            proxy=proxy,
-            port=self._port,
-            model=model_name(context.config),
-        )
-
     async def _run_try(self, one: Try) -> None:
+        while (host := self._host) is None:
+            await self._host_changed.wait()
         try:
-            closed = await one.run()
+            closed = await one.run(host, lambda: self._table.assigned(one.n))
         except TryBroken as error:
             log.warning("execution %d, try %d: %s", one.n, one.number, error)
             self._report(TryFailed(one.n, one.number, str(error)))
@@ -223,13 +208,23 @@ class HostSupervisor:
         proxy = await Child.spawn("proxy", [sys.executable, "-m", "gyre.proxy.server"], context.log("proxy"))
         try:
             answer = await proxy.call("start", timeout=_PROXY_SECONDS, **await asyncio.to_thread(self._settings))
-            self._port = answer["port"]
-            if self._table.version:
-                await proxy.call("routes", timeout=_PROXY_SECONDS, **self._table.snapshot())
         except BaseException:
             await proxy.stop(grace=0.0)
             raise
-        self._proxy = proxy
+        self._host = Host(
+            run_dir=context.run_dir,
+            config=context.config,
+            attempt=context.attempt,
+            rank=context.rank,
+            scratch=context.scratch,
+            proxy=proxy,
+            port=answer["port"],
+            model=model_name(context.config),
+        )
+        self._host_changed.set()
+        self._host_changed = asyncio.Event()
+        if self._table.version:  # sent before any difference can be: nothing has been awaited since the host was set
+            await self._tell_proxy("routes", **self._table.snapshot())
 
     def _settings(self) -> dict[str, Any]:
         config = self._context.config
@@ -252,11 +247,11 @@ class HostSupervisor:
         """Start the proxy again whenever it dies, and let go of the tries that depended on it."""
         starts = 0
         while True:
-            proxy, begun = self._proxy, time.monotonic()
-            assert proxy is not None
+            assert self._host is not None
+            proxy, begun = self._host.proxy, time.monotonic()
             code = await proxy.wait()
             log.error("the proxy ended with %d", code)
-            self._proxy = None
+            self._host = None
             for one in list(self._tries.values()):
                 one.fail(f"the proxy ended with {code}")
             await proxy.stop(grace=0.0)
@@ -270,8 +265,11 @@ class HostSupervisor:
                 return
 
     async def _poll_totals(self) -> None:
+        """Ask the proxy for its numbers, and bury orphans that have ended."""
+        seen: set[int] = set()
         while True:
             await asyncio.sleep(TOTALS_SECONDS)
-            if self._proxy is not None:
+            seen = bury(seen)
+            if self._host is not None:
                 with contextlib.suppress(ChildFailed):
-                    self._totals = await self._proxy.call("totals", timeout=_PROXY_SECONDS)
+                    self._totals = await self._host.proxy.call("totals", timeout=_PROXY_SECONDS)

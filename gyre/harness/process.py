@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from gyre.config import LimitsConfig
 
@@ -72,7 +72,7 @@ def _carries(pid: int, mark: str) -> bool:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-    return f"{MARK}={mark}".encode() in data.split(b"\0")
+    return any(entry.startswith(f"{MARK}={mark}".encode()) for entry in data.split(b"\0"))
 
 
 def _kill(pid: int) -> None:
@@ -80,12 +80,16 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-async def kill_strays(mark: str | None, spare: Iterable[int] = (), seconds: float = 5.0) -> int:
-    """Kill adopted processes that carry a mark (None: any) with all below them; returns how many there were."""
+#: Programs that asyncio waits for; whoever else collected them would steal their exit codes.
+_running: set[int] = set()
+
+
+async def kill_strays(mark: str, seconds: float = 5.0) -> int:
+    """Kill adopted processes whose mark begins with this one, and all below them; returns how many there were."""
     loop = asyncio.get_running_loop()
-    deadline, spared, killed = loop.time() + seconds, set(spare), set()
+    deadline, killed = loop.time() + seconds, set()
     while loop.time() < deadline:
-        strays = [p for p in _children(os.getpid()) if p not in spared and (mark is None or _carries(p, mark))]
+        strays = [pid for pid in _children(os.getpid()) if pid not in _running and _carries(pid, mark)]
         for stray in strays:
             for pid in _tree(stray):
                 _kill(pid)
@@ -99,10 +103,29 @@ async def kill_strays(mark: str | None, spare: Iterable[int] = (), seconds: floa
     return len(killed)
 
 
+def bury(seen: set[int]) -> set[int]:
+    """Collect adopted processes that ended by themselves: zombies that were `seen` by the call before, too.
+
+    A zombie of asyncio's is gone by then, since asyncio collects its own at once.
+    """
+    zombies = {pid for pid in _children(os.getpid()) if pid not in _running and _ended(pid)}
+    for pid in zombies & seen:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return zombies
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
+
+
 class _Output:
     """Copies a pipe into a file up to a limit, and drops the rest."""
 
-    def __init__(self, descriptor: int, file: BinaryIO, limit: int) -> None:
+    def __init__(self, descriptor: int, file: FileIO, limit: int) -> None:
         self._descriptor = descriptor
         self._file = file
         self._left = limit
@@ -160,6 +183,7 @@ class Program:
             OSError: the system cannot, or there is no such command.
         """
         files = [output] if errors is None else [output, errors]
+        places = [open(file, "ab", buffering=0) for file in files]
         pipes = [os.pipe() for _ in files]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -173,15 +197,17 @@ class Program:
                 pass_fds=pass_fds,
             )
         except BaseException:
-            for ours, _ in pipes:
+            for (ours, _), place in zip(pipes, places, strict=True):
                 os.close(ours)
+                place.close()
             raise
         finally:
             for _, theirs in pipes:
                 os.close(theirs)
+        _running.add(process.pid)
         _limit(process.pid, limits)
         limit = limits.output_mb << 20
-        outputs = [_Output(ours, open(file, "ab"), limit) for (ours, _), file in zip(pipes, files, strict=True)]
+        outputs = [_Output(ours, place, limit) for (ours, _), place in zip(pipes, places, strict=True)]
         return cls(process, outputs, mark)
 
     @property
@@ -201,7 +227,8 @@ class Program:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-        if strays := await kill_strays(self._mark, spare=[self.pid]):
+        _running.discard(self.pid)
+        if strays := await kill_strays(self._mark):
             log.info("%d processes had left the group of %d", strays, self.pid)
         for output in outputs:
             output.close()

@@ -20,6 +20,7 @@ import aiohttp
 from aiohttp import web
 
 from gyre.child import AsyncEndpoint
+from gyre.errors import ChildFailed
 from gyre.proxy import chat
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.relay import Relay, Settings
@@ -129,14 +130,20 @@ class Proxy:
         self._board.table.assign(execution, engine)
         self._executions[execution] = self._tokens[token] = entry
 
-    async def held(self, execution: int) -> dict[str, Any]:
-        """Seconds in which an execution's requests were held, and whether one is now."""
-        entry = self._executions[execution]
+    def _entry(self, execution: int, try_number: int) -> Execution:
+        entry = self._executions.get(execution)
+        if entry is None or entry.try_number != try_number:
+            raise ChildFailed(f"try {try_number} of execution {execution} is not registered")
+        return entry
+
+    async def held(self, execution: int, try_number: int) -> dict[str, Any]:
+        """Seconds in which a try's requests were held, and whether one is now."""
+        entry = self._entry(execution, try_number)
         return {"seconds": entry.held_seconds, "now": entry.held}
 
-    async def close(self, execution: int) -> dict[str, Any]:
-        """End an execution's requests, make its records durable and count them."""
-        entry = self._executions[execution]
+    async def close(self, execution: int, try_number: int) -> dict[str, Any]:
+        """End a try's requests, make its records durable and count them."""
+        entry = self._entry(execution, try_number)
         await self._remove(entry)
         return asdict(entry.counts)
 

@@ -38,7 +38,7 @@ def test_plain_answer_and_its_record(tmp_path):
             assert reply["model"] == "any" and reply["object"] == "chat.completion"
             sent = engine.bodies[0]
             assert sent["temperature"] == 1.0 and sent["top_p"] == 1.0 and sent["top_k"] == 0 and "model" not in sent
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert (counts["requests"], counts["lost"], counts["rerouted"], counts["continued"]) == (1, 0, 0, 0)
         assert counts["tokens"] == len(TOKENS) and counts["oldest_version"] == 3 and counts["masked"] == 0
         (record,) = it.records()
@@ -84,7 +84,7 @@ def test_continues_after_a_cut_anywhere(tmp_path, cut, how, streaming):
                 status, reply = await it.ask(ASK)
                 assert status == 200 and reply["choices"][0]["message"]["content"] == TEXT
             await moved
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         (record,) = it.records()
         check_record(record)
         assert counts["lost"] == 0 and counts["requests"] == 1 and counts["rerouted"] == 1
@@ -118,7 +118,7 @@ def test_stop_strings_over_a_cut(tmp_path, cut, streaming):
                 _, reply = await it.ask(ask)
                 assert reply["choices"][0]["message"]["content"] == TEXT[:8]
                 assert reply["choices"][0]["stop_reason"] == stop
-            await it.proxy.close(1)
+            await it.proxy.close(1, 1)
         (record,) = it.records()
         check_record(record, TOKENS[: len(TEXT[:12].encode())])
 
@@ -133,13 +133,13 @@ def test_held_without_a_route_then_answered(tmp_path, monkeypatch):
             await it.routes({0: None})
             asked = asyncio.create_task(it.ask_stream(ASK))
             await asyncio.sleep(1.3)
-            assert (await it.proxy.held(1))["now"]
+            assert (await it.proxy.held(1, 1))["now"]
             await it.routes()
             events, comments = await asked
             assert text_of(events) == TEXT and comments >= 1
-            held = await it.proxy.held(1)
+            held = await it.proxy.held(1, 1)
             assert held["seconds"] == pytest.approx(1.3, abs=0.4) and not held["now"]
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert counts["rerouted"] == 0 and counts["held_seconds"] > 1
 
     run(scenario())
@@ -155,7 +155,7 @@ def test_parked_in_a_gate_is_held(tmp_path):
             engine.policy = 7
             engine.gate.set()
             assert (await asked)[0] == 200
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert counts["held_seconds"] >= 0.2 and counts["oldest_version"] == 7
         assert it.records()[0].spans[0].policy == 7
 
@@ -202,7 +202,7 @@ def test_an_engine_that_cannot_be_reached_is_waited_for(tmp_path):
             await asyncio.sleep(0.5)
             await engine.start()
             assert (await asked)[0] == 200
-            assert (await it.proxy.close(1))["lost"] == 0
+            assert (await it.proxy.close(1, 1))["lost"] == 0
 
     run(scenario())
 
@@ -215,7 +215,7 @@ def test_server_errors_for_ever_are_a_lost_request(tmp_path, monkeypatch):
         async with stand(tmp_path, engine) as it:
             status, reply = await it.ask(ASK)
             assert status == 502 and reply["error"]["code"] == "engine_failed"
-            assert (await it.proxy.close(1))["lost"] == 1
+            assert (await it.proxy.close(1, 1))["lost"] == 1
 
     run(scenario())
 
@@ -230,7 +230,7 @@ def test_an_answer_that_was_cut_at_its_length_is_whole(tmp_path):
             first.faults = [Fault("moved", 4)]
             events, _ = await it.ask_stream({**ASK, "max_tokens": 6})
             assert finish_of(events) == ["length"] and events[0]["id"]
-            await it.proxy.close(1)
+            await it.proxy.close(1, 1)
         assert [r.sampled.tolist() for r in it.records()] == [TOKENS[:6], TOKENS[:6]]
 
     run(scenario())
@@ -247,7 +247,7 @@ def test_what_cannot_be_carried_over_starts_over(tmp_path, extra, streaming):
                 assert text_of(events) == TEXT and finish_of(events) == ["stop"]
             else:
                 assert (await it.ask({**ASK, **extra}))[1]["choices"][0]["message"]["content"] == TEXT
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert counts["restarted"] == 1 and counts["continued"] == 0 and counts["rerouted"] == 1
         (record,) = it.records()
         check_record(record)
@@ -262,7 +262,7 @@ def test_without_a_tokenizer_answers_start_over(tmp_path):
         async with stand(tmp_path, engine, tokenizer=False) as it:
             events, _ = await it.ask_stream(ASK)
             assert text_of(events) == TEXT
-            assert (await it.proxy.close(1))["restarted"] == 1
+            assert (await it.proxy.close(1, 1))["restarted"] == 1
         assert it.records()[0].trainable
 
     run(scenario())
@@ -273,7 +273,7 @@ def test_greedy_and_truncated_tokens_are_recorded_but_masked(tmp_path, sampling)
     async def scenario():
         async with stand(tmp_path, FakeEngine(0)) as it:
             await it.ask({**ASK, **sampling})
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert counts["masked"] == counts["tokens"] == len(TOKENS)
         assert not it.records()[0].trainable
 
@@ -304,7 +304,7 @@ def test_a_client_that_hangs_up_cancels_its_engine(tmp_path):
                 response.close()
             await asyncio.sleep(0.2)
             assert engine.live == 0 and engine.cancelled == 1
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
         assert counts["abandoned"] == 1 and counts["lost"] == 0
         (record,) = it.records()
         assert not record.trainable and record.masked == "abandoned" and len(record.sampled) > 0
@@ -318,7 +318,7 @@ def test_closing_an_execution_ends_its_requests(tmp_path):
         async with stand(tmp_path, engine) as it:
             asked = asyncio.create_task(it.ask(ASK))
             await asyncio.sleep(0.2)
-            counts = await it.proxy.close(1)
+            counts = await it.proxy.close(1, 1)
             assert counts["abandoned"] == 1 and counts["lost"] == 0 and counts["tokens"] > 0
             with pytest.raises(Exception, match=r"disconnected|reset"):
                 await asked
@@ -351,7 +351,7 @@ def test_many_streams_while_engines_come_and_go(tmp_path):
                 events, _ = await task
                 tokens = answer(render(bodies[n]["messages"]), 60)
                 assert text_of(events) == bytes(tokens[:-1]).decode() and finish_of(events) == ["stop"]
-                counts = await it.proxy.close(n)
+                counts = await it.proxy.close(n, 1)
                 assert counts["lost"] == 0 and counts["requests"] == 1
                 (record,) = it.records(n)
                 assert record.sampled.tolist() == tokens and record.trainable
