@@ -92,8 +92,10 @@ class Accumulators:
 class Groups:
     """The raw process groups of one rank with other cells."""
 
-    def __init__(self, store: dist.Store, rank: int, device: torch.device | str, timeout: float) -> None:
-        self._store = store
+    def __init__(
+        self, connect: Callable[[], dist.Store], rank: int, device: torch.device | str, timeout: float
+    ) -> None:
+        self._connect = connect  # a client of its own for each group: a group that waits blocks its client
         self._rank = rank
         self._cuda = torch.device(device).type == "cuda"
         self._timeout = timedelta(seconds=timeout)
@@ -107,10 +109,10 @@ class Groups:
         """
         key = (name, tuple(ranks))
         if key not in self._groups:
-            store = dist.PrefixStore(f"groups/{name}/{len(ranks)}", self._store)
             make = dist.ProcessGroupNCCL if self._cuda else dist.ProcessGroupGloo
             try:
-                self._groups[key] = make(store, ranks.index(self._rank), len(ranks), timeout=self._timeout)
+                store = dist.PrefixStore(f"groups/{name}/{len(ranks)}", self._connect())
+                self._groups[key] = make(store, list(ranks).index(self._rank), len(ranks), timeout=self._timeout)
             except (RuntimeError, ValueError) as error:
                 raise ReduceFailed(f"group {name} of ranks {list(ranks)}: {str(error).splitlines()[0]}") from error
         return self._groups[key]
@@ -124,9 +126,9 @@ class Groups:
             except RuntimeError as error:
                 log.info("abort of group %s: %s", name, error)
 
-    def keep_only(self, prefix: str) -> None:
-        """Drop the groups whose name does not begin with `prefix`: those of earlier generations."""
-        for name, ranks in [key for key in self._groups if not key[0].startswith(prefix)]:
+    def keep_only(self, keep: str) -> None:
+        """Drop the groups of another name: of earlier generations and of single rounds."""
+        for name, ranks in [key for key in self._groups if key[0] != keep]:
             del self._groups[name, ranks]
 
 

@@ -70,6 +70,7 @@ class Supply:
         self._seen: set[int] = set(trained)  # fed once already, in the whole run
         self._ready: dict[int, list[Row] | None] = {}  # untaken, in order; None while its samples are loading
         self._policy: dict[int, int] = {}
+        self._barred: set[Member] = set()
         self.streams: dict[int, Stream] = {}
 
     @property
@@ -107,6 +108,7 @@ class Supply:
         if self.streams and update < max(self.streams):
             raise StreamConflict(f"update {update} comes after update {max(self.streams)}")
         self.streams[update] = Stream(update, groups)
+        self.streams[update].leases.barred |= self._barred
 
     def stream(self, update: int) -> Stream:
         """The stream of an update that was begun and is not committed."""
@@ -134,7 +136,8 @@ class Supply:
             del self.streams[known]
 
     def bar(self, member: Member) -> dict[int, list[int]]:
-        """Shut a member out of every update whose sum is not complete; returns what went back, per update."""
+        """Shut a member out, for good, where a sum is not complete yet; returns what went back, per update."""
+        self._barred.add(member)
         open_streams = [stream for stream in self.streams.values() if not stream.settled]
         return {stream.update: stream.leases.bar(member) for stream in open_streams}
 
@@ -149,6 +152,8 @@ class Supply:
         if member in leases.barred:
             return Claim("barred")
         leases.finish(member, finished)
+        if missed := leases.held(member) - leases.finished:
+            return Claim("step", stream.steps[min(missed)], len(leases.unfinished()))  # the last answer was lost
         if stream.suspended:
             return Claim("suspended", unfinished=len(leases.unfinished()))
         taken: tuple[int, ...] = ()

@@ -43,3 +43,436 @@ Events: {"type": "opened", "update"}             the core opened the stream (or 
 It connects to the store itself, with `Store.connect(prefix, host, port)`, and finds the feeder's URL in the store
 word `feeder` and the weight server's in `snapshots`. Shared memory is named `gyre-<run>-<attempt>-*` in /dev/shm.
 """
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gyre import checkpoint
+from gyre import config as configuration
+from gyre.child import Endpoint
+from gyre.config import Config
+from gyre.errors import ChildFailed, InvariantBroken, StreamConflict
+from gyre.faults import fault
+from gyre.run_dir import RunDir
+from gyre.store import Store
+from gyre.training import snapshots
+from gyre.training.gradients import Groups
+from gyre.training.loss import Batch, Statistics, micro_step_loss
+from gyre.training.model import DTYPES, CellModel, SatelliteModel, held, load, trim_heap
+from gyre.training.packing import MicroStep
+from gyre.training.stream import Claims
+from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
+
+log = logging.getLogger(__name__)
+
+_GROUP_TIMEOUT = 60.0
+_JOIN_TIMEOUT = 600.0
+_PULL_TIMEOUT = 120.0
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, set up so that nothing is compiled on first use.
+
+    On a CPU it would build a shared-memory collective for its own process group, which here has one member and needs
+    none. Its table of usable ops is a cache meant to be edited.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's configuration. Accumulation, norm and clipping are ours, so its own are off."""
+    train = config.train
+    optimizer = {
+        "lr": train.lr,
+        "betas": list(train.betas),
+        "eps": 1e-8,
+        "weight_decay": train.weight_decay,
+        "torch_adam": True,  # no op is built
+    }
+    zero: dict[str, Any] = {"stage": train.zero_stage}
+    if train.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "managed_gradient_accumulation": True,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+    }
+
+
+class CoreModel(CellModel):
+    """The authoritative weights and optimizer state, in a DeepSpeed engine of one process (invariant 10)."""
+
+    def __init__(self, directory: Path, config: Config, device: torch.device) -> None:
+        deepspeed = import_deepspeed(device)
+        self._zero = deepspeed.zero
+        self._zero_stage = config.train.zero_stage
+        super().__init__(load(directory, DTYPES[config.model.dtype], device, weights=True), config.train, device)
+        self.scorer.check()
+        buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False
+        )
+        for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
+            module._buffers.update(before)
+        self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
+        self._open = False
+
+    def compute(self, step: MicroStep) -> Statistics:
+        """Add one micro-step's gradient sum to the accumulators."""
+        self._open_window()
+        loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self.accumulators.absorb_all()
+        return statistics
+
+    def _open_window(self) -> None:
+        if not self._open:
+            self._window.enter_context(self._engine.coalesce_grad_reduction())
+            self._open = True
+
+    @torch.no_grad()
+    def step(self, weight: float, clip_norm: float) -> float:
+        """Divide the sum by the total weight, clip, take the optimizer step; returns the norm before clipping.
+
+        An update without any weight has no gradient and takes no step.
+        """
+        self._open_window()  # leaving it makes DeepSpeed's gradients, also where this cell computed nothing
+        self._window.close()
+        self._open = False
+        if weight <= 0:
+            return 0.0
+        from deepspeed.utils import safe_set_full_grad
+
+        gradient = self.accumulators.flat.data.div_(weight)
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if norm > clip_norm:
+            gradient.mul_(clip_norm / norm)
+        for parameter, view in zip(self.parameters, self.accumulators.flat.views, strict=True):
+            safe_set_full_grad(parameter, view)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        return norm
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights, each gathered for as long as it is looked at where ZeRO-3 keeps it in pieces."""
+        if self._zero_stage < 3:
+            yield from super().named()
+            return
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            with self._zero.GatheredParameters([parameter]):
+                yield name, parameter.data
+
+    def save(self, directory: Path, tag: str) -> None:
+        """Write weights and optimizer state under a tag."""
+        self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+
+    def restore(self, directory: Path, tag: str) -> None:
+        """Load weights and optimizer state of a tag."""
+        self._engine.load_checkpoint(str(directory), tag=tag)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held; DeepSpeed's copies of gradients count as gradients, master weights as optimizer."""
+        sizes = super().memory()
+        groups = getattr(self._optimizer, "averaged_gradients", {}).values()
+        sizes["gradients"] += held(t for group in groups if group for t in group if t is not None)
+        inner = self._optimizer.optimizer
+        state = [t for s in inner.state.values() for t in s.values() if torch.is_tensor(t)]
+        master = [p for group in inner.param_groups for p in group["params"]]
+        sizes["optimizer"] = held(iter([*state, *master]))
+        return sizes
+
+    def park(self, keep_sum: bool) -> None:
+        """Give gradients and accumulators back; a suspended update's sum stays."""
+        if not keep_sum:
+            self.accumulators.flat.release()
+        trim_heap()
+
+
+class Trainer:
+    """The operations of the module's docstring."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._model: CoreModel | SatelliteModel | None = None
+        self._sum: Sum | None = None  # of a suspended update, at the core
+        self._slots: snapshots.Slots | None = None
+        self._claims: Claims | None = None
+        self._checksum = ""
+
+    # -- start -------------------------------------------------------------------------------------------------------
+    def start(
+        self,
+        run_dir: str,
+        attempt: int,
+        rank: int,
+        incarnation: int,
+        store: list[Any],
+        prefix: str,
+        secret: str,
+        model: str,
+        address: str,
+        scratch: str | None = None,
+    ) -> dict[str, Any]:
+        """Build the model; see the module's docstring."""
+        begun = time.monotonic()
+        self._run_dir = RunDir(run_dir)
+        self._config = configuration.load(self._run_dir.config)
+        self._attempt, self._member, self._secret = attempt, (rank, incarnation), secret
+        self._address, self._scratch, self._directory = address, scratch, Path(model)
+        self._store = Store.connect(prefix, store[0], int(store[1]))
+        self._core = rank == 0
+        self._device = torch.device("cuda", 0) if self._config.cells.gpus else torch.device("cpu")
+        torch.set_num_threads(self._config.train.threads)
+        torch.manual_seed(self._config.seed)
+        self._begin_world()
+        self._groups = Groups(lambda: self._store.clone().torch_store, rank, self._device, _GROUP_TIMEOUT)
+        answer = self._start_core() if self._core else self._start_satellite()
+        answer["parameters"] = sum(spec.bytes // spec.dtype.itemsize for spec in self._model.specs)
+        return answer | {"seconds": time.monotonic() - begun}
+
+    def _begin_world(self) -> None:
+        """A default process group of this cell alone: DeepSpeed never sees the others."""
+        interface = self._config.network.interface
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def _start_core(self) -> dict[str, Any]:
+        train = self._config.train
+        snapshots.remove_shared(self._run_dir.path, keep_attempt=self._attempt)
+        checkpoint.clean(self._run_dir)
+        commit = checkpoint.latest(self._run_dir)
+        self._model = CoreModel(commit.model(self._run_dir) if commit else self._directory, self._config, self._device)
+        if commit:
+            checkpoint.restore(self._run_dir, commit, self._model.restore, self._model.checksum)
+        version = commit.version if commit else 0
+        per_batch = train.updates_per_batch
+        # the newest snapshot stays, and so does the policy that is announced; with one update a batch they agree
+        self._slots = snapshots.Slots(
+            snapshots.shared_prefix(self._run_dir.path, self._attempt),
+            2 if per_batch == 1 else 3,
+            lambda held, new: held == new - 1 or held == (new - 1) // per_batch * per_batch,
+        )
+        self._publish(version * per_batch)
+        return {"version": version, "snapshot": self._model.snapshot, "checksum": self._checksum}
+
+    def _start_satellite(self) -> dict[str, Any]:
+        self._model = SatelliteModel(
+            self._directory, DTYPES[self._config.model.dtype], self._config.train, self._device
+        )
+        trim_heap()
+        return {}
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+    def _publish(self, snapshot: int) -> None:
+        """Write the core's weights into a slot and announce them."""
+        model = self._model
+        announcement = self._slots.write(snapshot, model.specs, (tensor for _, tensor in model.named()))
+        url = self._store.get("snapshots") or ""
+        announcement = replace(announcement, node=self._address, url=url)
+        model.snapshot, self._checksum = snapshot, announcement.checksum
+        self._store.set(f"snapshot/{snapshot}", announcement.encode())
+
+    def _pull(self, snapshot: int, part: SatellitePart) -> bool:
+        """Have the weights of a snapshot; False where the update ended while waiting for them."""
+        if self._model.snapshot == snapshot:
+            return True
+        part.stage("pulling")
+        deadline = time.monotonic() + _JOIN_TIMEOUT
+        while self._store.get(f"snapshot/{snapshot}") is None:
+            if part.ended() or time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        with snapshots.pull(self._store, snapshot, self._scratch, self._secret, self._address, _PULL_TIMEOUT) as pulled:
+            self._model.load(pulled)
+        return True
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def wake(self) -> dict[str, Any]:
+        """Take device memory back."""
+        return {"seconds": 0.0}
+
+    def park(self) -> dict[str, Any]:
+        """Give device memory back."""
+        begun = time.monotonic()
+        if isinstance(self._model, CoreModel):
+            self._model.park(keep_sum=self._sum is not None)
+        else:
+            self._model.park()
+        return {"seconds": time.monotonic() - begun}
+
+    def memory(self) -> dict[str, Any]:
+        """What is held now."""
+        pages = Path("/proc/self/smaps_rollup").read_text()
+        sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in pages.splitlines()[1:]}
+        return {**self._model.memory(), "rss": sizes["Rss:"], "pss": sizes["Pss:"]}
+
+    def checksum(self) -> dict[str, Any]:
+        """Checksum of the weights held now."""
+        if self._model.snapshot < 0:
+            return {"checksum": "", "snapshot": -1}
+        return {"checksum": self._model.checksum(), "snapshot": self._model.snapshot}
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+    def groups(self, generation: int, ranks: list[int]) -> None:
+        """Process groups are made when a reduce first needs them; those of other generations go now."""
+        self._groups.keep_only(f"g{generation}")
+
+    def _desk(self) -> Desk:
+        if self._claims is None:
+            url = self._store.wait("feeder", _PULL_TIMEOUT)
+            if url is None:
+                raise ChildFailed("the feeder was not announced")
+            self._claims = Claims(url, self._secret, self._member)
+        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit)
+
+    def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
+        """This cell's part in an update."""
+        self._groups.keep_only(f"g{generation}")
+        if position == 0:
+            return self._train_core(update, generation, members)
+        return self._train_satellite(update, position)
+
+    def _train_satellite(self, update: int, position: int) -> dict[str, Any]:
+        model = self._model
+        if not isinstance(model, SatelliteModel):
+            raise InvariantBroken(5, f"the core cannot be member {position} of an update")
+        part = SatellitePart(self._desk(), model, update, position, self._core_member())
+        if not self._pull(update - 1, part):
+            return {"how": "missed", "micro_steps": 0, "detail": "the window closed before the weights came"}
+        model.accumulators.begin()
+        how = part.run(_JOIN_TIMEOUT)
+        detail = {"missed": "the window had closed", "failed": "barred from the update"}.get(how, "")
+        return {"how": how, "micro_steps": len(part.sum.micro_steps), "detail": detail, "seconds": part.clock.seconds}
+
+    def _core_member(self) -> tuple[int, int]:
+        return 0, self._store.add("incarnation/0", 0)
+
+    def _train_core(self, update: int, generation: int, members: list[int]) -> dict[str, Any]:
+        model = self._model
+        if not isinstance(model, CoreModel) or model.snapshot != update - 1:
+            raise StreamConflict(f"update {update} needs the weights of update {update - 1}, not {model.snapshot}")
+        if self._sum is None or self._sum.update != update:
+            self._sum = Sum(update)
+            model.accumulators.begin()
+        begun, total = time.monotonic(), self._sum
+        part = CorePart(self._desk(), model, total, generation, members)
+        if part.run() == "suspended":
+            return {"how": "suspended", "members": total.most}
+        metrics = self._step(part, part.clock)
+        self._sum = None
+        model.accumulators.flat.release()
+        return {
+            "how": "done",
+            "members": total.most,
+            "micro_steps": {str(rank): count for rank, count in sorted(total.by_rank.items())},
+            "snapshot": model.snapshot,
+            "checksum": self._checksum,
+            "seconds": time.monotonic() - begun,
+            "metrics": metrics,
+        }
+
+    def _step(self, part: CorePart, clock: Clock) -> dict[str, float]:
+        """The optimizer step and the new snapshot; returns what is worth knowing about the update."""
+        update, sums = part.update, part.sum.statistics
+        begun = time.monotonic()
+        part.stage("stepping")
+        fault(f"update:{update}:stepping", 0)
+        norm = self._model.step(sums.weight, self._config.train.clip_norm)
+        clock.add("step", begun)
+        begun = time.monotonic()
+        part.stage("writing")
+        self._publish(update)
+        clock.add("snapshot", begun)
+        tokens = max(sums.tokens, 1.0)
+        return {
+            "loss": sums.loss / sums.weight if sums.weight else 0.0,
+            "grad_norm": norm,
+            "tokens": sums.tokens,
+            "weight": sums.weight,
+            "clip_fraction": sums.clipped / tokens,
+            "ratio_mean": sums.ratio / tokens,
+            "kl": sums.kl / tokens,
+            "entropy": sums.entropy / tokens,
+            **part.sum.numbers,
+            **{f"seconds_{stage}": seconds for stage, seconds in clock.seconds.items()},
+        }
+
+    # -- commits -----------------------------------------------------------------------------------------------------
+    def commit(self, version: int, update: int, cursor: Any) -> dict[str, Any]:
+        """Make a policy version durable."""
+        begun, model = time.monotonic(), self._model
+        if not isinstance(model, CoreModel) or model.snapshot != update:
+            raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {model.snapshot}")
+        tag = f"v{version}-a{self._attempt}"
+        record = checkpoint.Commit(version, update, self._attempt, tag, self._checksum)
+        keep = self._config.checkpoint.keep
+        size = checkpoint.write(self._run_dir, record, cursor, model.save, self._export, keep)
+        trim_heap()
+        seconds = time.monotonic() - begun
+        return {"version": version, "update": update, "checksum": self._checksum, "bytes": size, "seconds": seconds}
+
+    def _export(self, directory: Path) -> None:
+        """The newest snapshot as a Hugging Face model."""
+        shutil.copyfile(self._slots.path_of(self._model.snapshot), directory / "model.safetensors")
+        for path in self._directory.iterdir():
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith("index.json"):
+                shutil.copyfile(path, directory / path.name)
+
+    def stop(self) -> None:
+        """Remove shared memory."""
+        if self._slots is not None:
+            self._slots.close()
+
+
+def main() -> None:
+    """Entry point: a child of a supervisor."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    endpoint = Endpoint()
+    trainer = Trainer(endpoint)
+    operations = (
+        trainer.start,
+        trainer.wake,
+        trainer.park,
+        trainer.groups,
+        trainer.train,
+        trainer.commit,
+        trainer.memory,
+        trainer.checksum,
+        trainer.stop,
+    )
+    try:
+        endpoint.serve({operation.__name__: operation for operation in operations})
+    finally:
+        trainer.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ class Desk:
 
 @dataclass
 class Sum:
-    """What a cell's accumulators hold: which micro-steps, and their statistics. It outlives a suspension at the core."""
+    """What a cell's accumulators hold: which micro-steps, and their statistics. The core's outlives a suspension."""
 
     update: int
     micro_steps: list[int] = field(default_factory=list)
@@ -140,6 +140,12 @@ class Part:
         return result[0]
 
 
+    def lose_group(self, name: str, ranks: Sequence[int]) -> None:
+        """A group failed here: no member uses one of that name again."""
+        self.desk.groups.forget(name, ranks)
+        self.desk.store.set(f"groups/{name}/dead", "1")
+
+
 class CorePart(Part):
     """The core's part: it opens the stream, ends it and collects the sums."""
 
@@ -147,7 +153,6 @@ class CorePart(Part):
         super().__init__(desk, worker, total)
         self._generation = generation
         self._ranks = list(ranks)
-        self._failed = False  # a group failed in this update: the next ones get names of their own
         self._barred: set[Member] = set()
         self._asked = 0.0
 
@@ -164,7 +169,7 @@ class CorePart(Part):
                 if word not in ("closed", "suspended"):
                     raise StreamConflict(f"the feeder answers the core with {word}")
                 members = self._members(self.word.end(word))
-                self.sum.most = max(self.sum.most, len(members))
+                self.sum.most = max(self.sum.most, 1 + len(members))
                 begun = time.monotonic()
                 if unfinished:
                     self._bar_silent(members)
@@ -213,9 +218,10 @@ class CorePart(Part):
         """Collect the sums of the core and these satellites; False if it must be done again."""
         store = self.desk.store
         ranks = [0, *(rank for rank, _ in members)]
-        prefix = ranks == self._ranks[: len(ranks)] and not self._failed
         number = store.add(f"stream/{self.update}/rounds", 0)
-        name = f"g{self._generation}" if prefix else f"u{self.update}r{number}"
+        name = f"g{self._generation}"
+        if ranks != self._ranks[: len(ranks)] or store.get(f"groups/{name}/dead"):
+            name = f"u{self.update}r{number}"
         self.stage("reducing")
         plan = {"members": [self.desk.member, *members], "group": name, "final": final}
         store.set(self.round_key(number), json.dumps(plan))
@@ -229,8 +235,7 @@ class CorePart(Part):
                 verdict = "done"
         except ReduceFailed as error:
             log.warning("update %d, round %d: %s", self.update, number, error)
-            self._failed = True
-            self.desk.groups.forget(name, ranks)
+            self.lose_group(name, ranks)
         finally:
             store.set(self.round_key(number, "/verdict"), verdict)
         if verdict == "again":
@@ -365,7 +370,7 @@ class SatellitePart(Part):
 
         def called_off() -> bool:
             self._check_core()
-            return self.desk.store.get(verdict_key) is not None
+            return self.desk.store.get(verdict_key) == "again"
 
         begun = time.monotonic()
         try:
@@ -373,7 +378,7 @@ class SatellitePart(Part):
             reduce_to_root(group, self.worker.accumulators.flat.data, None, called_off)
         except ReduceFailed as error:
             log.warning("update %d, round %d: %s", self.update, number, error)
-            self.desk.groups.forget(plan["group"], ranks)
+            self.lose_group(plan["group"], ranks)
             if self.desk.store.get(verdict_key) != "done":
                 self.desk.store.set(self.round_key(number, f"/{rank}/again"), "1")
         while (verdict := self.desk.store.get(verdict_key)) is None:
