@@ -68,6 +68,11 @@ class Executions:
             self.open[n] = Execution(n)
             self._enqueue(n)
 
+    def reopen(self, execution: Execution) -> None:
+        """An execution of an earlier attempt is not closed; the caller sets the counters."""
+        self.open[execution.n] = execution
+        self._enqueue(execution.n)
+
     def _enqueue(self, n: int) -> None:
         self._queued.add(n)
         heapq.heappush(self._queue, n)

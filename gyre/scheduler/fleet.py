@@ -137,7 +137,11 @@ class Fleet:
         if moves is not None:
             self.route({cell.rank: None}, moves)
         if lost:
-            self._emit(Supersede(cell.rank, cell.incarnation))
+            self.supersede(cell.rank, cell.incarnation)
+
+    def supersede(self, rank: int, incarnation: int) -> None:
+        """Have an incarnation that is given up leave, in case it still lives."""
+        self._emit(Supersede(rank, incarnation))
 
     def _left_training(self, cell: Cell) -> None:
         if cell.rank in self.training:
@@ -146,7 +150,9 @@ class Fleet:
             self.moving = None
 
     # -- routes ------------------------------------------------------------------------------------------------------
-    def route(self, engines: dict[int, EngineRoute | None], moves: Iterable[Move] = (), host: int | None = None) -> None:
+    def route(
+        self, engines: dict[int, EngineRoute | None], moves: Iterable[Move] = (), host: int | None = None
+    ) -> None:
         """Publish a difference to the route table, under the next version."""
         self._routes += 1
         self._emit(Route(self._routes, engines, tuple(moves), host))
@@ -277,7 +283,7 @@ class Fleet:
             if cell.routed and not serving:
                 raise InvariantBroken(6, f"cell {cell.rank} is routed: {cell}")
             if cell.routed != (cell.rank in self._executions.engines):
-                raise InvariantBroken(6, f"slots of cell {cell.rank} count although it is not routed, or do not: {cell}")
+                raise InvariantBroken(6, f"cell {cell.rank} is routed or has slots, but not both: {cell}")
             if (cell.rank in self.bound) != (cell.up and cell.goal == ROLLOUT):
                 raise InvariantBroken(5, f"cell {cell.rank} is not where it is bound: {cell}")
             if (cell.rank in self.training) != (cell.goal == TRAINING):

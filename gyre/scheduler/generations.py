@@ -21,6 +21,7 @@ class Generation:
         self._built: set[int] = set()
         self._built_prefix = 0
         self._intact = 0
+        self._ordered = True
 
     def wanted(self, lives: dict[int, int], training: list[int]) -> list[int]:
         """The living cells (rank -> life) in the order of a new generation."""
@@ -39,6 +40,7 @@ class Generation:
         self._index = {rank: i for i, rank in enumerate(ranks)}
         self._built, self._built_prefix = set(), 0
         self._intact = len(ranks)
+        self._ordered = ranks == sorted(ranks)
         self.dirty = False
         return self.number
 
@@ -53,6 +55,10 @@ class Generation:
         """A member's groups are dead."""
         self.dirty = True
         self._intact = min(self._intact, self._index.get(rank, self._intact))
+
+    def shrink(self) -> None:
+        """The training prefix shrank: an order that continued a prefix with a gap need not last."""
+        self.dirty |= not self._ordered
 
     @property
     def usable(self) -> int:

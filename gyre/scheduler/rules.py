@@ -12,6 +12,7 @@ run because it starves (invariant 3); and while work remains, some rule applies 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gyre.cell.machine import State
@@ -141,14 +142,15 @@ def begin_burst(state: SchedulerState, now: float) -> None:
     fleet, groups = state.fleet, state.groups
     state.supply.observe(len(groups.ready), state.batch.remaining, now)
     quota = state.settings.quota(fleet.published, groups.outstanding)
-    stay = state.policy.keep_core(view(state, now, next_quota=quota * state.settings.group_size))
+    next_quota = quota * state.settings.group_size
+    stay = state.policy.keep_core(replace(view(state, now), next_quota=next_quota, others=fleet.others))
+    say(state, 0, Decision(not stay.yes, f"burst: {stay.code}", stay.reason), ("stays in training", "goes back"))
     dispatch(state, quota, "burst")
     for rank in sorted(fleet.training, reverse=True):
-        cell = fleet.cells[rank]
-        if rank != 0 or not stay.yes:
-            give_back(state, cell, stay.reason if rank == 0 else f"the burst of batch {state.batch.number - 1} is over")
-    if 0 in fleet.training:
-        say(state, 0, stay)
+        if rank != 0:
+            give_back(state, fleet.cells[rank], f"the burst of batch {state.batch.number - 1} is over")
+    if not stay.yes:
+        give_back(state, fleet.core, stay.reason)
 
 
 def drop_stale(state: SchedulerState) -> None:
@@ -183,7 +185,7 @@ def suspend(state: SchedulerState, now: float) -> bool:
     update, fleet = state.update, state.fleet
     if update.phase is not Phase.OPEN or update.full or update.stepped or state.groups.ready:
         return False
-    if state.level.w and fleet.bound or update.joining is not None:
+    if (state.level.w and fleet.bound) or update.joining is not None:
         return False
     if not state.level.w and not state.batch.top_ups:
         return close_short(state)
@@ -214,7 +216,7 @@ def leave_if_only_capacity(state: SchedulerState, now: float) -> bool:
     core = state.fleet.core
     if state.update.phase is not Phase.SUSPENDED or not state.level.w or state.fleet.bound:
         return False
-    if core.goal != TRAINING or core.job is not None:
+    if state.fleet.training != [0] or core.state is not State.TRAINING or core.job is not None:
         return False
     order_back(state, core, "no other engine is left to serve")
     return True
@@ -313,7 +315,8 @@ def move_next(state: SchedulerState, now: float) -> bool:
     """One cell at a time, core first, then satellites by index, as the policy decides."""
     cell, hindrance = candidate(state)
     if cell is None:
-        say(state, None, hindrance)
+        if hindrance is not None:
+            say(state, None, hindrance)
         return False
     decision = hindrance or state.policy.move(view(state, now, cell))
     say(state, cell.rank, decision)
@@ -323,7 +326,7 @@ def move_next(state: SchedulerState, now: float) -> bool:
 
 
 def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
-    """The next cell to move, and what hinders it beside the policy."""
+    """The next cell to move, and what hinders it beside the policy; neither where `open_update` has the say."""
     fleet, update, generation = state.fleet, state.update, state.generation
     if state.finishing:
         return None, _no("finished", "all batches are trained")
@@ -333,7 +336,9 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
         cell = fleet.core
         if update.phase not in (Phase.WAITING, Phase.SUSPENDED):
             return None, _no(update.phase, f"update {update.number} is {update.phase}")
-    elif update.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.COMMITTING):
+    elif update.phase is Phase.SUSPENDED:
+        return None, None
+    elif update.phase in (Phase.SUSPENDING, Phase.COMMITTING):
         return None, _no(update.phase, f"update {update.number} is {update.phase}")
     else:
         following = len(fleet.training)
@@ -376,7 +381,7 @@ RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
 
 
 # -- what rules share ------------------------------------------------------------------------------------------------
-def view(state: SchedulerState, now: float, cell: Cell | None = None, next_quota: int = 0) -> View:
+def view(state: SchedulerState, now: float, cell: Cell | None = None) -> View:
     """The numbers that a policy decides by."""
     fleet, supply, update = state.fleet, state.supply, state.update
     return View(
@@ -391,33 +396,28 @@ def view(state: SchedulerState, now: float, cell: Cell | None = None, next_quota
         supply_hold=state.settings.supply_hold,
         remaining=state.batch.remaining,
         closing=update.begun and update.full and update.phase is Phase.SUSPENDED,
-        next_quota=next_quota,
-        others=fleet.others if next_quota else 0,
     )
 
 
 def give_back(state: SchedulerState, cell: Cell, reason: str) -> None:
     """A cell goes back to rollout when its part in an update has ended."""
     state.fleet.give_back(cell, reason)
-    _order_may_have_changed(state)
+    state.generation.shrink()
 
 
 def order_back(state: SchedulerState, cell: Cell, reason: str) -> None:
     """A cell without a part in an update goes back to rollout now."""
     state.fleet.order_rollout(cell, reason)
-    _order_may_have_changed(state)
+    state.generation.shrink()
 
 
-def _order_may_have_changed(state: SchedulerState) -> None:
-    """A generation that continued a prefix with a gap is put in order when the prefix has shrunk."""
-    ranks = state.generation.ranks
-    state.generation.dirty |= any(a > b for a, b in zip(ranks, ranks[1:], strict=False))
-
-
-def say(state: SchedulerState, rank: int | None, decision: Decision) -> None:
-    """Keep the reason for the live view, and log it when it is another one."""
+def say(
+    state: SchedulerState, rank: int | None, decision: Decision, verbs: tuple[str, str] = ("stays", "moves")
+) -> None:
+    """Keep the reason for the live view, and log it when it is another one. `verbs` are for no and for yes."""
     state.decision = decision
     if (rank, decision.code) != state.said:
         state.said = (rank, decision.code)
-        verb = "moves" if decision.yes else "stays"
-        state.emit(Log(GateReason(verb if rank is None else f"cell {rank} {verb}", decision.reason)))
+        subject = "no cell" if rank is None else f"cell {rank}"
+        verb = "moves" if rank is None else verbs[decision.yes]
+        state.emit(Log(GateReason(f"{subject} {verb}", decision.reason)))
