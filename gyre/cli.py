@@ -161,6 +161,14 @@ _COMMANDS = {
 
 
 # -- the edge of the process -----------------------------------------------------------------------------------------
+def _use_this_python() -> None:
+    """Put this interpreter's directory first in PATH, so that `python` in a harness command is the same one."""
+    here = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", os.defpath)
+    if path.split(os.pathsep)[0] != here:
+        os.environ["PATH"] = os.pathsep.join([here, path])
+
+
 def _keep_traceback(command: str) -> Path:
     """Write the present exception's traceback to a file, and return its path."""
     import tempfile
@@ -178,6 +186,7 @@ def _keep_traceback(command: str) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 completed, 1 fault, 2 bad input, 130 interrupted."""
     options = _parse(arguments)
+    _use_this_python()
     try:
         return _COMMANDS[options.command](options)
     except UserError as error:

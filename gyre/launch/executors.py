@@ -218,12 +218,13 @@ class GyreSlurmExecutor(SlurmExecutor):
         return self._plan.layout.ranks
 
 
+_THEIR_PYTHON = "python"
 _SLURM_KEPT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"}
 
 
 def rank_python(config: Config) -> str:
     """The interpreter of the ranks, as shell text: this one, unless setup lines or a container bring their own."""
-    return "python" if config.slurm.setup or config.slurm.container else shlex.quote(sys.executable)
+    return _THEIR_PYTHON if config.slurm.setup or config.slurm.container else shlex.quote(sys.executable)
 
 
 def task(config: Config, run_dir: Path, command: str, exports: Sequence[tuple[str, str]] = ()) -> script.Task:
@@ -236,7 +237,8 @@ def task(config: Config, run_dir: Path, command: str, exports: Sequence[tuple[st
     if program := os.environ.get(RANK_PROGRAM):
         exports = [*exports, (RANK_PROGRAM, program)]
     search = None if str(package) == config.root else str(package)
-    return script.Task(command, ended, config.root, search, tuple(exports))
+    own = None if python == _THEIR_PYTHON else str(Path(sys.executable).parent)
+    return script.Task(command, ended, config.root, own, search, tuple(exports))
 
 
 def submission_text(config: Config, plan: Plan, run_dir: Path, folder: Path, command: str) -> str:

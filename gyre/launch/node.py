@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -135,11 +134,3 @@ def scratch(config: Config, run_name: str, attempt: int, rank: int) -> Path:
             f"network.scratch: cannot make {path} ({error.strerror}); set it to a local directory"
         ) from error
     return path
-
-
-def use_this_python(environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
-    """Put this interpreter's directory first in PATH, so that `python` in a harness command is the same one."""
-    here = str(Path(sys.executable).parent)
-    path = environ.get("PATH", os.defpath)
-    if path.split(os.pathsep)[0] != here:
-        environ["PATH"] = os.pathsep.join([here, path])

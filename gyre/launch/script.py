@@ -25,6 +25,7 @@ class Task:
     command: str  # one shell command
     ended: str  # shell command that turns the step's exit code $code into the job's
     root: str  # directory to run in
+    bin: str | None = None  # directory to put first in PATH: the interpreter's
     search_path: str | None = None  # directory for PYTHONPATH, where Gyre is not installed with the interpreter
     exports: tuple[tuple[str, str], ...] = ()
 
@@ -84,6 +85,8 @@ def _directives(*options: tuple[str, object | None]) -> Iterator[str]:
 # -- body ------------------------------------------------------------------------------------------------------------
 def _body(plan: Plan, slurm: SlurmConfig, task: Task) -> Iterator[str]:
     yield f"cd {shlex.quote(task.root)} || exit 1"
+    if task.bin:
+        yield f'export PATH={shlex.quote(task.bin)}":$PATH"'
     if task.search_path:
         yield f'export PYTHONPATH={shlex.quote(task.search_path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     for key, value in task.exports:

@@ -11,7 +11,7 @@ from gyre.launch.identity import identify
 
 
 def main(run_dir: str) -> int:
-    """Write who this rank is, sleep as long as the file `seconds` says, and return what the file `code` says."""
+    """Write who this rank is, sleep TRIVIAL_SECONDS or until the file `go` is there, return TRIVIAL_CODE_<rank>."""
     run = Path(run_dir)
     who = identify(os.environ)
 
@@ -19,21 +19,19 @@ def main(run_dir: str) -> int:
         (run / f"left-{who.restarts}-{who.rank}").touch()
         sys.exit(130)
 
-    signal.signal(signal.SIGTERM, leave)
-    facts = {**who.__dict__, "pid": os.getpid(), "submitit": os.environ.get("SUBMITIT_EXECUTOR")}
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("TRIVIAL_STUBBORN") else leave)
+    facts = {**who.__dict__, "pid": os.getpid(), "path": os.environ["PATH"]}
     temporary = run / f".seen-{who.restarts}-{who.rank}"
     temporary.write_text(json.dumps(facts))
     temporary.rename(run / f"seen-{who.restarts}-{who.rank}.json")
-    deadline = time.monotonic() + _number(run / "seconds", 0.0)
+    deadline = time.monotonic() + float(os.environ.get("TRIVIAL_SECONDS", "0"))
     while time.monotonic() < deadline and not (run / "go").exists():
         time.sleep(0.05)
-    print(f"rank {who.rank} ends", flush=True)
-    return int(_number(run / f"code-{who.rank}", 0))
-
-
-def _number(path: Path, default: float) -> float:
-    text = os.environ.get(f"TRIVIAL_{path.name.upper().replace('-', '_')}")
-    return float(text) if text else default
+    print(os.environ.get("TRIVIAL_SAYS", f"rank {who.rank} ends"), flush=True)
+    if who.rank == 0 and os.environ.get("TRIVIAL_COMPLETED"):
+        with open(run / "events.jsonl", "a") as log:
+            log.write('{"kind":"run_ended","how":"completed","detail":"","t":0,"attempt":1}\n')
+    return int(os.environ.get(f"TRIVIAL_CODE_{who.rank}", "0"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""All ranks as processes of one machine, under a trivial rank program."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from gyre.launch.jobs import marked
+from tests.launch.support import launch, only_run, seen, settings, start, wait_for, write
+
+
+@pytest.fixture
+def config(tmp_path, workplace):
+    return write(tmp_path, settings(tmp_path))
+
+
+def test_every_rank_starts_once_and_the_run_succeeds(config, workplace):
+    done = launch("run", config, "--name", "one", cwd=workplace)
+    assert done.returncode == 0, done.stderr
+    ranks = seen(workplace / "logs/one", 4)
+    assert [who["rank"] for who in ranks] == [0, 1, 2, 3]
+    assert {who["world_size"] for who in ranks} == {4}
+    assert len({who["job_key"] for who in ranks}) == 1
+    assert not (workplace / "logs/one/seen-0-4.json").exists()
+
+
+def test_resume_is_another_start_of_the_same_run(config, workplace):
+    assert launch("run", config, "--name", "one", cwd=workplace).returncode == 0
+    first = seen(workplace / "logs/one", 1)[0]["job_key"]
+    assert launch("resume", "logs/one", cwd=workplace).returncode == 0
+    assert seen(workplace / "logs/one", 1)[0]["job_key"] != first
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"), [(1, 1, ["the run failed", "logs are in", "resume"]), (2, 2, ["change this"])]
+)
+def test_the_exit_code_is_rank_0s(config, workplace, code, exit_code, words):
+    done = launch("run", config, cwd=workplace, TRIVIAL_CODE_0=code, TRIVIAL_SAYS="gyre: change this")
+    assert done.returncode == exit_code, done.stderr
+    for word in words:
+        assert word in done.stderr.splitlines()[-1]
+
+
+def test_a_rank_that_fails_is_not_the_run(config, workplace):
+    done = launch("run", config, cwd=workplace, TRIVIAL_CODE_2=1)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_ends_every_rank_and_says_how_to_go_on(config, workplace, number):
+    process = start("run", config, cwd=workplace, TRIVIAL_SECONDS=60)
+    ranks = seen(only_run(workplace), 4)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"launch.py resume logs/{only_run(workplace).name}" in output
+    assert not any(psutil.pid_exists(who["pid"]) for who in ranks)
+    assert marked(ranks[0]["job_key"]) == []
+    assert (only_run(workplace) / "left-0-0").exists(), "the rank could not end in order"
+
+
+def test_a_second_ctrl_c_kills_ranks_that_hang(config, workplace):
+    process = start("run", config, cwd=workplace, TRIVIAL_SECONDS=60, TRIVIAL_STUBBORN=1)
+    ranks = seen(only_run(workplace), 4)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert marked(ranks[0]["job_key"]) == []
+
+
+def test_ranks_end_when_their_launcher_is_killed(config, workplace):
+    process = start("run", config, cwd=workplace, TRIVIAL_SECONDS=60)
+    ranks = seen(only_run(workplace), 4)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: marked(ranks[0]["job_key"]) == [], 20)
+
+
+def test_two_runs_at_once_do_not_meet(config, workplace):
+    processes = [start("run", config, "--name", name, cwd=workplace, TRIVIAL_SECONDS=1) for name in ("a", "b")]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    keys = [{who["job_key"] for who in seen(workplace / "logs" / name, 4)} for name in ("a", "b")]
+    assert [len(each) for each in keys] == [1, 1]
+    assert keys[0] != keys[1]
+    for process in processes:
+        process.stdout.close()
+
+
+def test_harness_commands_find_the_same_python(config, workplace):
+    assert launch("run", config, "--name", "one", cwd=workplace, PATH="/usr/bin:/bin").returncode == 0
+    first = seen(workplace / "logs/one", 1)[0]["path"].split(os.pathsep)[0]
+    assert os.path.exists(f"{first}/pytest"), first
