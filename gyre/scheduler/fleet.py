@@ -181,6 +181,11 @@ class Fleet:
         cell.routed = False
         return self._executions.engine_close(cell.rank)
 
+    def resettle(self) -> None:
+        """Give executions that lost their engine the slots that have become free."""
+        if self._executions.held and self._executions.engines.free:
+            self.route({}, self._executions.resettle())
+
     # -- roles -------------------------------------------------------------------------------------------------------
     def order_training(self, cell: Cell, reason: str) -> None:
         """Reserve slots elsewhere, withdraw the route under the next epoch, and order the cell away, in this order.
@@ -203,6 +208,8 @@ class Fleet:
     def order_rollout(self, cell: Cell, reason: str) -> None:
         """Order a cell to the current policy and to rollout, from whatever it does."""
         source = cell.goal if cell.goal == TRAINING else cell.state.lower()
+        if cell.state is State.ROLLOUT:
+            cell.state = State.DRAINING  # ordered away, which it has not answered yet; its next ROLLOUT is news
         cell.epoch += 1
         cell.goal, cell.leaving = ROLLOUT, False
         self.bound.add(cell.rank)
@@ -215,8 +222,9 @@ class Fleet:
         self._emit(OrderRole(cell.rank, cell.incarnation, cell.epoch, cell.goal, self.published, snapshot))
 
     def give_back(self, cell: Cell, reason: str) -> None:
-        """Order a cell in training back to rollout as soon as its part in an update, if any, has ended."""
-        if cell.job is None:
+        """Order a cell in training back to rollout as soon as its part in an update, if any, has ended; the core
+        last (`rules.leave`)."""
+        if cell.job is None and cell.rank != 0:
             self.order_rollout(cell, reason)
         else:
             cell.leaving = True

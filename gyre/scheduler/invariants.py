@@ -81,6 +81,8 @@ def awaited(state: SchedulerState) -> list[str]:
             words.append(f"cell {cell.rank} to reach {cell.goal}")
         elif cell.syncing:
             words.append(f"cell {cell.rank} to load policy {fleet.published}")
+    if update.stepped and not update.full:
+        words.append(f"the feeder to say which groups update {update.number} took")
     if update.phase is Phase.COMMITTING:
         words.append(f"the commit of policy {state.batch.number}")
     if not state.finishing and (unbuilt := state.generation.unbuilt(fleet.lives)):

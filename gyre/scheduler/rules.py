@@ -63,6 +63,7 @@ def settle(state: SchedulerState, now: float) -> None:
         raise InvariantBroken(13, "the rules do not come to rest")
     if not state.ended:
         state.fleet.sync()
+        state.fleet.resettle()
         state.executions.grant()
 
 
@@ -150,7 +151,7 @@ def begin_burst(state: SchedulerState, now: float) -> None:
         if rank != 0:
             give_back(state, fleet.cells[rank], f"the burst of batch {state.batch.number - 1} is over")
     if not stay.yes:
-        give_back(state, fleet.core, stay.reason)
+        give_back(state, fleet.core, stay.reason)  # when the others have left
 
 
 def drop_stale(state: SchedulerState) -> None:
@@ -208,6 +209,15 @@ def suspended(state: SchedulerState, now: float) -> bool:
     for rank in sorted(fleet.training, reverse=True):
         if rank != 0:
             give_back(state, fleet.cells[rank], f"update {update.number} is suspended")
+    return True
+
+
+def leave(state: SchedulerState, now: float) -> bool:
+    """A core that is to go back does so when it is the last cell in training."""
+    core = state.fleet.core
+    if not core.leaving or core.job is not None or state.fleet.training != [0]:
+        return False
+    order_back(state, core, "the burst is over")
     return True
 
 
@@ -270,9 +280,9 @@ def build_groups(state: SchedulerState, now: float) -> bool:
 def open_update(state: SchedulerState, now: float) -> bool:
     """The core is in training and idle: order it into the update, or back into the suspended one."""
     update, core = state.update, state.fleet.core
-    if core.goal != TRAINING or core.state is not State.TRAINING or core.job is not None or state.finishing:
+    if core.goal != TRAINING or core.leaving or core.state is not State.TRAINING or core.job is not None:
         return False
-    if update.phase not in (Phase.WAITING, Phase.SUSPENDED) or not state.generation.usable:
+    if update.phase not in (Phase.WAITING, Phase.SUSPENDED) or not state.generation.usable or state.finishing:
         return False
     if update.phase is Phase.SUSPENDED:
         # A core that stayed waits for supply; one that was moved has been through that gate.
@@ -295,7 +305,7 @@ def join(state: SchedulerState, now: float) -> bool:
     if not update.joinable or update.joining is not None or position >= generation.usable:
         return False
     cell = state.fleet.cells[generation.ranks[position]]
-    if cell.goal != TRAINING or cell.state is not State.TRAINING or cell.job is not None:
+    if cell.goal != TRAINING or cell.leaving or cell.state is not State.TRAINING or cell.job is not None:
         return False
     update.joining = cell.rank
     train(state, cell)
@@ -336,6 +346,8 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
         cell = fleet.core
         if update.phase not in (Phase.WAITING, Phase.SUSPENDED):
             return None, _no(update.phase, f"update {update.number} is {update.phase}")
+    elif fleet.core.leaving:
+        return None, _no("leaving", "the core goes back to rollout")
     elif update.phase is Phase.SUSPENDED:
         return None, None
     elif update.phase in (Phase.SUSPENDING, Phase.COMMITTING):
@@ -371,6 +383,7 @@ RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
     end_run,
     suspend,
     suspended,
+    leave,
     leave_if_only_capacity,
     top_up,
     build_groups,
