@@ -67,8 +67,8 @@ async def score(
     if config.command is not None:
         command = [part.replace("{root}", root) for part in config.command]
     else:
-        script = str(Path(score_function.__file__))
-        command = [sys.executable, "-P", script, config.function or "", str(workspace), str(task), str(theirs), root]
+        script, function = str(Path(score_function.__file__)), (config.function or "").replace("{root}", root)
+        command = [sys.executable, "-P", script, function, str(workspace), str(task), str(theirs), root]
     try:
         program = await Program.start(command, workspace, env, captured, mark, _LIMITS, output, pass_fds=(theirs,))
     except (FileNotFoundError, PermissionError) as error:
