@@ -9,20 +9,33 @@ import contextlib
 import logging
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from gyre import status
+from gyre import checkpoint, status
 from gyre.attempt import RankContext
 from gyre.child import Child
 from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, ChildFailed, GyreError, StoreLost, UserError
-from gyre.events import Event, RankLost, RankReady, RunEnded, RunStarted, UpdateDone, decode, encode
+from gyre.events import (
+    Event,
+    ExecutionClosed,
+    GroupTaken,
+    RankLost,
+    RankReady,
+    RunEnded,
+    RunStarted,
+    UpdateDone,
+    decode,
+    encode,
+)
 from gyre.launch import node
 from gyre.metrics import RunMetrics
 from gyre.plain import PlainReporter
 from gyre.report import write_summary
 from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
 from gyre.scheduler.loop import SchedulerLoop, closed_event
+from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
 from gyre.tasks import load_tasks
@@ -72,12 +85,13 @@ class Coordinator:
         version = commits[-1] if commits else 0
         self._record(RunStarted(version, layout.cells, layout.standalone, layout.hosts))
         self._shown = asyncio.create_task(self._show(), name="show")
+        run_dir = str(context.run_dir.path)
         self._weights, self._feeder = await asyncio.gather(
-            self._spawn("snapshots", "gyre.training.snapshots"), self._spawn("feeder", "gyre.training.feeder")
+            self._spawn("snapshots", "gyre.training.snapshots"), self._spawn("feeder", "gyre.training.feeder", run_dir)
         )
         served = await self._weights.call(
             "start",
-            run_dir=str(context.run_dir.path),
+            run_dir=run_dir,
             attempt=context.attempt,
             secret=context.secret,
             address=context.address,
@@ -86,17 +100,17 @@ class Coordinator:
         context.store.set("snapshots", served["url"])
         fed = await self._feeder.call(
             "start",
-            run_dir=str(context.run_dir.path),
+            trained=[group for begin, end in (self._cursor() or {}).get("trained", []) for group in range(begin, end)],
             secret=context.secret,
             address=context.address,
             port=node.port(self._config, "feeder"),
         )
         context.store.set("feeder", fed["url"])
 
-    async def _spawn(self, name: str, module: str) -> Child:
+    async def _spawn(self, name: str, *module: str) -> Child:
         return await Child.spawn(
             name,
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", *module],
             self._context.log(name),
             self._on_feeder_event,
             {"OMP_NUM_THREADS": "1"},
@@ -144,13 +158,17 @@ class Coordinator:
 
     def _state(self) -> SchedulerState:
         """A fresh state, or that of the last commit with everything that the run directory knows besides."""
-        run_dir = self._context.run_dir
-        commits = run_dir.commits()
-        record = read_json(run_dir.checkpoint(commits[-1]) / "COMMIT") if commits else None
-        specs, outcomes = issued(run_dir)
-        if record is None and not specs:
-            return SchedulerState.of(self._config)
-        return SchedulerState.resume(self._config, record["cursor"] if record else None, specs, outcomes)
+        settings = Settings.of(self._config)
+        cursor = self._cursor()
+        tries, outcomes = issued(self._context.run_dir)
+        if cursor is None and not tries:
+            return SchedulerState(settings)
+        return SchedulerState.resume(settings, cursor, tries, outcomes)
+
+    def _cursor(self) -> dict[str, Any] | None:
+        """What the last commit says of the scheduler, or None before the first."""
+        commit = checkpoint.latest(self._context.run_dir)
+        return commit.cursor(self._context.run_dir) if commit else None
 
     async def _all_ready(self) -> None:
         """Collect the first `RankReady` of every rank; one that is missing after the time is named."""
@@ -235,8 +253,9 @@ class Coordinator:
     def _on_feeder_event(self, message: dict[str, Any]) -> None:
         match message["type"]:
             case "taken":
-                if self._loop:
-                    self._loop.submit(decode({"kind": "group_taken", **message}))
+                self._loop.submit(GroupTaken(message["group"], message["update"]))
+            case "barred":
+                self._loop.submit(RankLost(message["rank"], message["incarnation"], message["reason"]))
             case "stream":
                 self._stream = StreamStatus(
                     message["update"], message["published"], message["claimed"], message["finished"]
@@ -263,7 +282,8 @@ class Coordinator:
         current.tokens_per_second = sum(rank.tokens_per_second for rank in ranks)
         current.seconds_left = self._metrics.seconds_left(now)
         if self._loop:
-            current.scheduler = SchedulerStatus(**self._loop.state.snapshot())
+            known = self._loop.state.snapshot()
+            current.scheduler = SchedulerStatus(**{f.name: known[f.name] for f in fields(SchedulerStatus)})
         missing = context.layout.ranks - len(self._ready)
         current.phases = [Phase("ranks", f"{missing} of {context.layout.ranks} are still starting")] if missing else []
 
@@ -278,9 +298,13 @@ class Coordinator:
         write_atomic(self._context.run_dir.status, status.encode(self._status))
 
 
-def issued(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[Any]]:
-    """All executions that earlier attempts issued, and the outcomes of those that are closed, in their order."""
-    numbers = sorted(int(path.name) for path in (run_dir.path / "executions").iterdir() if path.name.isdigit())
-    specs = [spec for n in numbers if (spec := read_json(run_dir.spec(n)))]
-    outcomes = [closed_event(outcome) for n in numbers if (outcome := read_json(run_dir.outcome(n)))]
-    return specs, outcomes
+def issued(run_dir: RunDir) -> tuple[dict[int, int], list[ExecutionClosed]]:
+    """Executions that earlier attempts issued, with the number of their latest try, and the outcomes that there are."""
+    directories = {int(path.name): path for path in (run_dir.path / "executions").iterdir() if path.name.isdigit()}
+    tries = {
+        n: max((int(one.name) for one in path.iterdir() if one.name.isdigit()), default=0)
+        for n, path in sorted(directories.items())
+        if run_dir.spec(n).exists()
+    }
+    outcomes = [closed_event(outcome) for n in tries if (outcome := read_json(run_dir.outcome(n)))]
+    return tries, outcomes

@@ -16,11 +16,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gyre import models
 from gyre.attempt import RankContext
-from gyre.cell.engine_client import EngineProcess, settings_of
+from gyre.cell.engine_client import EngineProcess, EngineSettings
 from gyre.cell.machine import Machine, State
 from gyre.child import Child
 from gyre.errors import ChildFailed, GyreError, Superseded, WeightsMismatch
@@ -35,6 +36,7 @@ from gyre.events import (
     UpdateDone,
     UpdateOpened,
 )
+from gyre.launch import node
 from gyre.status import RankStatus
 from gyre.training import snapshots
 
@@ -45,6 +47,82 @@ STATUS_SECONDS = 1.0
 #: A child that fails a call because it dies is known to be dead after this time.
 DEATH_SECONDS = 1.0
 Order = dict[str, Any]
+
+
+def device_environment(context: RankContext) -> dict[str, str]:
+    """Environment that gives a child its cell's GPUs and no others."""
+    visible = node.devices(context.config, context.identity, engine=True)
+    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+
+def engine_settings(context: RankContext, model: Path) -> EngineSettings:
+    """What a cell's engine is started with."""
+    config = context.config
+    return EngineSettings(
+        model=str(model),
+        secret=context.secret,
+        rank=context.rank,
+        dtype=config.model.dtype,
+        max_context=config.model.max_context,
+        slots=config.cells.slots,
+        gpus=config.cells.gpus,
+        host=context.address,
+        port=node.port(config, "engine", context.rank),
+        seed=config.seed,
+        scratch=str(context.scratch),
+        args=config.engine.args,
+        env=device_environment(context) | config.engine.env,
+    )
+
+
+class Effort:
+    """What a trainer did over all its updates, added up from its events."""
+
+    #: Stages of an update in which the trainer works; while training, only the computing of micro-steps counts.
+    WORKING = ("reducing", "stepping", "writing")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.micro_steps = 0  # of the present update
+        self._seconds = self._tokens = 0.0  # of stages and updates that are over
+        self._computed = self._update_tokens = 0.0  # of the present update
+        self._stage = ""
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time spent computing, reducing, stepping and writing weights."""
+        return self._seconds + self._computed
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return int(self._tokens + self._update_tokens)
+
+    def take(self, event: dict[str, Any], now: float) -> None:
+        """Take in a `progress` or `stage` event; `now` is monotonic."""
+        if event["type"] == "stage":
+            self._leave_stage(now)
+            self._stage = event["stage"]
+            self.text = f"update {event['update']}: {self._stage}"
+            return
+        self.micro_steps = event["micro_steps"]
+        self._update_tokens, self._computed = event["tokens"], event["seconds"]
+        self.text = f"update {event['update']}: {self.micro_steps} micro-steps done"
+
+    def end(self, now: float) -> None:
+        """The part in the present update is over."""
+        self._leave_stage(now)
+        self._stage = ""
+        self._seconds += self._computed
+        self._tokens += self._update_tokens
+        self._computed = self._update_tokens = 0.0
+        self.micro_steps = 0
+
+    def _leave_stage(self, now: float) -> None:
+        if self._stage in self.WORKING:
+            self._seconds += now - self._since
+        self._since = now
 
 
 class CellSupervisor:
@@ -58,9 +136,11 @@ class CellSupervisor:
         self._epoch = 0
         self._entered = time.time()
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._model = Path()
         self._engine: EngineProcess | None = None
         self._trainer: Child | None = None
         self._awake = True  # the engine holds its memory
+        self._effort = Effort()
         self._status = RankStatus(
             rank=context.rank,
             kind=self._kind,
@@ -74,8 +154,8 @@ class CellSupervisor:
     async def start(self) -> None:
         """Start engine and trainer side by side, and report that the cell is ready."""
         self._status.doing = "preparing the model"
-        model = await asyncio.to_thread(models.resolve, self._context.config.model.path, self._progress)
-        self._model = model
+        config = self._context.config
+        self._model = await asyncio.to_thread(models.resolve, config.model.path, self._progress, config.root)
         await asyncio.gather(self._start_engine(), self._start_trainer())
         self._status.doing = "ready"
         self._report_ready()
@@ -89,24 +169,22 @@ class CellSupervisor:
 
     async def _start_engine(self) -> None:
         context = self._context
-        self._engine = await EngineProcess.start(settings_of(context, self._model), context.log("engine"))
-        await self._engine.ready(context.config.engine.start_timeout, self._progress)
+        self._engine = await EngineProcess.start(engine_settings(context, self._model), context.log("engine"))
+        await self._engine.ready(context.config.engine.start_timeout, lambda what: self._progress(f"engine: {what}"))
         self._awake = True
 
     async def _start_trainer(self) -> None:
         if self._kind == "standalone":
             return
         context = self._context
-        threads = str(context.config.train.threads)
+        environment = {"OMP_NUM_THREADS": str(context.config.train.threads)} | device_environment(context)
         self._trainer = await Child.spawn(
             "trainer",
             [sys.executable, "-m", "gyre.training.trainer"],
             context.log("trainer"),
             self._on_trainer_event,
-            {"OMP_NUM_THREADS": threads},
+            environment,
         )
-        host, port = context.store_address
-        commits = context.run_dir.commits()
         await self._trainer.call(
             "start",
             timeout=context.config.engine.start_timeout,
@@ -114,14 +192,12 @@ class CellSupervisor:
             attempt=context.attempt,
             rank=context.rank,
             incarnation=context.incarnation,
-            store={"prefix": context.prefix, "address": host, "port": port},
+            store=list(context.store_address),
+            prefix=context.prefix,
             secret=context.secret,
-            core=context.rank == 0,
-            device="cuda" if context.config.cells.gpus else "cpu",
             model=str(self._model),
-            version=commits[-1] if commits else 0,
+            address=context.address,
             scratch=str(context.scratch),
-            interface=context.config.network.interface,
         )
 
     async def run(self) -> None:
@@ -175,6 +251,8 @@ class CellSupervisor:
                 self._status.live = seen["live"]
                 self._status.serving_seconds = seen["busy_seconds"]
                 self._status.tokens = seen["tokens"]
+            self._status.training_seconds = self._effort.seconds
+            self._status.trained_tokens = self._effort.tokens
             await asyncio.sleep(STATUS_SECONDS)
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -241,9 +319,7 @@ class CellSupervisor:
         context = self._context
         self._status.state, self._status.since, self._status.fraction = state.value, now, None
         self._status.doing = detail or state.value.lower()
-        self._report(
-            RoleReached(context.rank, context.incarnation, self._epoch, state.value, seconds, version, detail)
-        )
+        self._report(RoleReached(context.rank, context.incarnation, self._epoch, state.value, seconds, version, detail))
 
     async def _to_training(self) -> None:
         self._enter(State.DRAINING)
@@ -307,11 +383,10 @@ class CellSupervisor:
                 self._report(UpdateOpened(event["update"]))
             case "joined":
                 self._report(CellJoined(self._context.rank, event["update"], event["position"]))
-            case "progress":
-                self._status.doing = event.get("text", self._status.doing)
-                self._status.micro_steps = event.get("micro_steps", self._status.micro_steps)
-                self._status.trained_tokens = event.get("trained_tokens", self._status.trained_tokens)
-                self._status.training_seconds = event.get("training_seconds", self._status.training_seconds)
+            case "progress" | "stage":
+                self._effort.take(event, time.monotonic())
+                self._status.doing = self._effort.text
+                self._status.micro_steps = self._effort.micro_steps
 
     async def _train(self, order: Order) -> None:
         """Take part in an update to its end, a suspension included."""
@@ -325,14 +400,13 @@ class CellSupervisor:
             generation=order["generation"],
             members=order["members"],
         )
+        self._effort.end(time.monotonic())
         self._status.doing = "waiting"
         if answer["how"] == "done" and context.rank == 0:
             self._report(
                 UpdateDone(update, answer["members"], answer["micro_steps"], time.time() - begun, answer["metrics"])
             )
-        self._report(
-            TrainingEnded(context.rank, context.incarnation, update, answer["how"], answer.get("detail", ""))
-        )
+        self._report(TrainingEnded(context.rank, context.incarnation, update, answer["how"], answer.get("detail", "")))
 
     async def _commit(self, order: Order) -> None:
         begun = time.time()

@@ -100,7 +100,7 @@ class SchedulerLoop:
         feeder: FeederCall,
         record: Callable[[Event], None],
     ) -> None:
-        """`inbox` is the reader of the list `reports`; `record` writes an event to the log; `feeder` calls an operation of the feeder."""
+        """Take the reader of the list `reports`, a call to the feeder, and what writes an event to the log."""
         self.state = state
         self.ended: c.EndRun | None = None
         self._config = config
@@ -117,6 +117,7 @@ class SchedulerLoop:
         self._hosts = set(range(config.cells.count + config.cells.standalone, self._ranks(config)))
         self._waiting: deque[Event] = deque()
         self._counters = dict.fromkeys("dpf", 0)
+        self._feeding: set[asyncio.Task[dict[str, Any]]] = set()
 
     @staticmethod
     def _ranks(config: Config) -> int:
@@ -128,6 +129,10 @@ class SchedulerLoop:
 
     async def run(self) -> c.EndRun:
         """Handle events until the run is over."""
+        for counter in self._counters:
+            self._raise(counter, getattr(self.state.level, counter))
+        for command in self.state.start(time.time()):
+            await self._execute(command)
         ticked = watched = 0.0
         while self.ended is None:
             now = time.time()
@@ -140,6 +145,9 @@ class SchedulerLoop:
             if now - ticked >= TICK_SECONDS and self.ended is None:
                 ticked = now
                 await self._handle(Tick())
+            for task in [task for task in self._feeding if task.done()]:
+                self._feeding.remove(task)
+                task.result()
             await asyncio.sleep(POLL_SECONDS)
         return self.ended
 
@@ -188,9 +196,13 @@ class SchedulerLoop:
             case c.BeginUpdate():
                 await self._feeder("begin", update=command.update, groups=command.groups)
             case c.Feed():
-                await self._feeder(
-                    "feed", group=command.group, executions=list(command.executions), policy=command.policy
+                # Not awaited: its files are read meanwhile. Calls reach the feeder in the order in which they are made.
+                feeding = asyncio.create_task(
+                    self._feeder(
+                        "feed", group=command.group, executions=list(command.executions), policy=command.policy
+                    )
                 )
+                self._feeding.add(feeding)
             case c.DropGroup():
                 await self._feeder("drop", group=command.group)
             case c.SuspendUpdate():
@@ -198,11 +210,9 @@ class SchedulerLoop:
             case c.ResumeUpdate():
                 await self._feeder("resume", update=command.update)
             case c.CloseShort():
-                await self._feeder("close_short", update=command.update, groups=command.groups)
+                await self._feeder("close_short", update=command.update)
             case c.BarMember():
-                await self._feeder(
-                    "bar", update=command.update, rank=command.rank, incarnation=command.incarnation
-                )
+                await self._feeder("bar", rank=command.rank, incarnation=command.incarnation)
             case _:
                 raise GyreError(f"the loop cannot carry out {command}")
 

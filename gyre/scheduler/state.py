@@ -28,7 +28,6 @@ from gyre.events import (
     RankLost,
     RankReady,
     RoleReached,
-    RunStarted,
     Tick,
     TrainingEnded,
     TryFailed,
@@ -115,14 +114,12 @@ class SchedulerState:
         if self._started:
             raise GyreError("the scheduler has started already")
         self._started, self.now = True, now
-        settings = self.settings
-        self.emit(Log(RunStarted(self.committed, settings.cells, settings.standalone, settings.hosts)))
         for group in self.restored:
             self._settle_group(group)
         self.restored = []
-        quota = settings.quota(self.committed, self.groups.outstanding)
+        quota = self.settings.quota(self.committed, self.groups.outstanding)
         rules.dispatch(self, quota, "resume" if self.resumed else "burst", self.missing)
-        if self.committed >= settings.batches:
+        if self.committed >= self.settings.batches:
             self.finishing = True
             self.executions.cancel_all("the run has trained all its batches")
         return self._settle(now)

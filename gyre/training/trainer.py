@@ -37,7 +37,8 @@ stop()       removes this process's shared memory; the process ends when the par
 
 Events: {"type": "opened", "update"}             the core opened the stream (or opened it again)
         {"type": "joined", "update", "position"} this satellite is in
-        {"type": "progress", "update", "micro_steps", "tokens"}     after each micro-step; totals of this member
+        {"type": "progress", "update", "micro_steps", "tokens", "seconds"}
+                                                 after each micro-step; totals of this member's part
         {"type": "stage", "stage", "update"}     pulling, training, waiting, reducing, stepping, writing; for people
 
 It connects to the store itself, with `Store.connect(prefix, host, port)`, and finds the feeder's URL in the store
@@ -80,6 +81,14 @@ log = logging.getLogger(__name__)
 _GROUP_TIMEOUT = 60.0
 _JOIN_TIMEOUT = 600.0
 _PULL_TIMEOUT = 120.0
+
+
+def begin_world(device: torch.device, interface: str | None) -> None:
+    """A default process group of this cell alone: DeepSpeed never sees the other cells."""
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -249,20 +258,11 @@ class Trainer:
         self._device = torch.device("cuda", 0) if self._config.cells.gpus else torch.device("cpu")
         torch.set_num_threads(self._config.train.threads)
         torch.manual_seed(self._config.seed)
-        self._begin_world()
+        begin_world(self._device, self._config.network.interface)
         self._groups = Groups(lambda: self._store.clone().torch_store, rank, self._device, _GROUP_TIMEOUT)
         answer = self._start_core() if self._core else self._start_satellite()
         answer["parameters"] = sum(spec.bytes // spec.dtype.itemsize for spec in self._model.specs)
         return answer | {"seconds": time.monotonic() - begun}
-
-    def _begin_world(self) -> None:
-        """A default process group of this cell alone: DeepSpeed never sees the others."""
-        interface = self._config.network.interface
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def _start_core(self) -> dict[str, Any]:
         train = self._config.train

@@ -116,7 +116,11 @@ class Part:
             self.sum.statistics.add(self.worker.compute(answer.step))
             self.sum.micro_steps.append(answer.step.id)
             self.clock.add("compute", begun)
-            progress = {"micro_steps": len(self.sum.micro_steps), "tokens": self.sum.statistics.tokens}
+            progress = {
+                "micro_steps": len(self.sum.micro_steps),
+                "tokens": self.sum.statistics.tokens,
+                "seconds": self.clock.seconds["compute"],
+            }
             self.desk.emit({"type": "progress", "update": self.update, **progress})
 
     def group(self, name: str, ranks: Sequence[int], called_off: Callable[[], bool]) -> dist.ProcessGroup:
