@@ -268,14 +268,13 @@ async def _serve(settings: Any, parent: Parent) -> int:
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses these settings: {' '.join(str(error).split())}") from error
     if not settings.gpus:
-        # The CPU platform asks for spawned children, which would import everything once more; here a fork is safe:
-        # this process has one thread and has not computed.
+        # The CPU platform asks for spawned children, which would import everything once more. Here a fork is safe: this
+        # process has not computed, and its only other thread waits for the supervisor.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     sock = socket.create_server((settings.host, settings.port), backlog=1024)
     parent.say("progress", what="loading the model")
     engine = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     try:
-        parent.watch()  # not before the fork: a thread does not survive it
         await engine.reset_mm_cache()
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
@@ -360,12 +359,11 @@ def main() -> int:
     """Entry point."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     descriptor = os.environ.pop("GYRE_CHILD_FD", None)
-    if descriptor is not None:
-        die_with_parent()
     parent = Parent(socket.socket(fileno=int(descriptor)) if descriptor is not None else None)
     from gyre.cell.engine_client import EngineSettings, environment
 
     line = parent.settings_line() if descriptor is not None else sys.argv[1]
+    parent.watch()
     settings = EngineSettings.decode(line)
     for key, value in environment(settings).items():
         os.environ.setdefault(key, value)
