@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def rows_of(run_dir: RunDir, config: Config, group: int, executions: list[int]) 
     for n, advantage in zip(scored, advantages, strict=True):
         for sample in samples(run_dir, n):
             if sample.trained.any():
-                sample.check()
-                rows.append(Row(sample, advantage))
+                sample.check()  # invariant 12
+                rows.append(Row(replace(sample, group=group), advantage))
     return rows, scores
 
 

@@ -36,7 +36,9 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, weights: boo
     """The causal language model of a directory, for training; without `weights` its parameters are undefined."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
     if weights:
         model = AutoModelForCausalLM.from_pretrained(directory, **options)

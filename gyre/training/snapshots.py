@@ -383,7 +383,7 @@ class Server:
 
     def serve(self) -> None:
         """Serve until the process ends."""
-        self._server.serve_forever(poll_interval=1.0)
+        self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
         """Stop serving."""

@@ -1,0 +1,269 @@
+"""Micro-steps count exactly once, whatever members do: random histories against the pure half of the feeder."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre.errors import InvariantBroken, StreamConflict
+from gyre.training.ledger import Leases
+from gyre.training.packing import Row, choose, decode, encode, lay_out
+from gyre.training.supply import Supply
+from tests.training.cells import make_sample
+
+CORE = (0, 1)
+
+
+def rows_of(group: int, size: int = 2) -> list[Row]:
+    return [Row(make_sample(size * group + i, group), 1.0 - 2 * i) for i in range(size)]
+
+
+def supply_with(*groups: int, budget: int = 96) -> Supply:
+    supply = Supply(budget)
+    for group in groups:
+        supply.reserve(group)
+        supply.fill(group, rows_of(group))
+    return supply
+
+
+class Cell:
+    """A member whose gradient sum is the multiset of executions it has added up: integers, so nothing rounds."""
+
+    def __init__(self, member):
+        self.member = member
+        self.total: dict[int, int] = {}
+        self.ids: list[int] = []
+        self.working = None
+
+    def finish(self):
+        for token_row in self.working.tokens:
+            key = hash(token_row[:8].tobytes())
+            self.total[key] = self.total.get(key, 0) + 1
+        self.ids.append(self.working.id)
+        self.working = None
+
+
+def merge(cells):
+    total: dict[int, int] = {}
+    for cell in cells:
+        for key, count in cell.total.items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(40, 200))
+def test_every_row_counts_once_through_joins_deaths_and_suspensions(seed, groups, budget):
+    chance = random.Random(seed)
+    supply = Supply(budget)
+    supply.begin(1, groups)
+    fed, cells, incarnations, suspended = 0, [Cell(CORE)], {0: 1}, False
+    for _ in range(2000):
+        action = chance.choices(["feed", "join", "claim", "finish", "die", "suspend", "lost"], [3, 1, 6, 6, 1, 1, 1])[0]
+        cell = chance.choice(cells)
+        if action == "feed" and fed < groups:
+            supply.reserve(fed)
+            supply.fill(fed, rows_of(fed) if chance.random() < 0.9 else [])
+            fed += 1
+        elif action == "join" and len(cells) < 4 and not suspended:
+            rank = chance.choice([r for r in (1, 2, 3) if r not in {c.member[0] for c in cells}])
+            incarnations[rank] = incarnations.get(rank, 0) + 1
+            cells.append(Cell((rank, incarnations[rank])))
+        elif action == "claim" and cell.working is None:
+            cell.working = supply.claim(1, cell.member, cell.ids[-1:]).step
+        elif action == "lost" and cell.working is not None:
+            again = supply.claim(1, cell.member, cell.ids[-1:]).step  # its answer never came: it asks again
+            assert again.id == cell.working.id
+        elif action == "finish" and cell.working is not None:
+            cell.finish()
+        elif action == "die" and cell.member != CORE:
+            supply.bar(cell.member)
+            cells.remove(cell)
+            assert supply.claim(1, cell.member).answer == "barred"
+        elif action == "suspend" and not any(c.working for c in cells):
+            supply.suspend(1)
+            for each in cells:
+                assert supply.claim(1, each.member, each.ids[-1:]).answer == "suspended"
+            ledgers = {each.member: each.ids for each in cells}
+            assert supply.settle(1, ledgers, CORE, final=False) is None
+            core = cells[0]
+            core.total, core.ids = merge(cells), [i for each in cells for i in each.ids]
+            cells = [core]
+            supply.resume(1)
+        stream = supply.stream(1)
+        leases = stream.leases
+        assert sorted([*leases.free, *leases.holder]) == sorted(leases.published)  # the conservation law
+        assert not leases.barred & set(leases.holder.values())
+        if fed == groups and stream.dry and not any(c.working for c in cells):
+            break
+    while fed < groups:
+        supply.reserve(fed)
+        supply.fill(fed, rows_of(fed))
+        fed += 1
+    while True:
+        busy = False
+        for cell in cells:
+            if cell.working is not None:
+                cell.finish()
+            claim = supply.claim(1, cell.member, cell.ids[-1:])
+            cell.working = claim.step
+            busy |= claim.step is not None
+        if not busy and claim.answer == "closed":
+            break
+    assert supply.settle(1, {c.member: c.ids for c in cells}, CORE, final=True) is None
+    taken = supply.stream(1).taken
+    assert sorted(taken) == list(range(groups))
+    steps = supply.stream(1).steps.values()
+    wanted: dict[int, int] = {}
+    for step in steps:
+        for token_row in step.tokens:
+            key = hash(token_row[:8].tobytes())
+            wanted[key] = wanted.get(key, 0) + 1
+    assert merge(cells) == wanted and all(count == 1 for count in wanted.values())
+
+
+def test_groups_stay_untaken_until_a_claim_needs_them():
+    supply = supply_with(1, 2, 3, 4, budget=10)  # every row comes alone
+    supply.begin(1, 2)
+    assert supply.untaken == 4
+    first = supply.claim(1, CORE)
+    assert first.taken == (1,) and supply.untaken == 3
+    second = supply.claim(1, CORE, [first.step.id])
+    assert second.taken == ()  # the other row of group 1
+    supply.claim(1, CORE, [second.step.id])
+    assert supply.stream(1).taken == [1, 2]
+    assert supply.drop(3) and not supply.drop(2)
+
+
+def test_an_update_takes_its_groups_and_no_more():
+    supply = supply_with(1, 2, 3)
+    supply.begin(1, 2)
+    finished = []
+    while (claim := supply.claim(1, CORE, finished)).step:
+        finished = [claim.step.id]
+    assert claim.answer == "closed" and supply.stream(1).taken == [1, 2] and supply.untaken == 1
+    assert supply.claim(2, CORE).answer == "wait"
+    supply.begin(2, 1)
+    assert supply.claim(2, CORE).taken == (3,)
+    supply.committed(1)
+    assert supply.claim(1, CORE).answer == "closed"
+
+
+def test_a_group_is_fed_once_in_a_run():
+    supply = Supply(96, trained=[7])
+    supply.reserve(8)
+    for group in (7, 8):
+        with pytest.raises(InvariantBroken, match="invariant 12"):
+            supply.reserve(group)
+    assert supply.drop(8)
+    supply.reserve(8)  # dropped untaken, it may come again
+
+
+def test_a_group_with_nothing_to_teach_is_taken_and_gives_no_micro_step():
+    supply = Supply(96)
+    for group in (1, 2):
+        supply.reserve(group)
+        supply.fill(group, [])
+    supply.begin(1, 2)
+    claim = supply.claim(1, CORE)
+    assert claim.answer == "closed" and claim.taken == (1, 2)
+    assert supply.settle(1, {CORE: []}, CORE, final=True) is None
+
+
+def test_a_group_that_is_loading_holds_up_those_behind_it():
+    supply = Supply(96)
+    supply.reserve(1)
+    supply.reserve(2)
+    supply.fill(2, rows_of(2))
+    supply.begin(1, 2)
+    assert supply.claim(1, CORE).answer == "wait"
+    supply.fill(1, rows_of(1))
+    assert supply.claim(1, CORE).taken[0] == 1
+
+
+def test_the_same_calls_give_the_same_micro_steps():
+    def history() -> list[bytes]:
+        supply = supply_with(*range(6))
+        supply.begin(1, 6)
+        steps, finished = [], []
+        while (claim := supply.claim(1, CORE, finished)).step:
+            finished = [claim.step.id]
+            steps.append(encode(claim.step))
+        return steps
+
+    assert history() == history()
+
+
+def test_ledgers_that_do_not_partition_are_refused():
+    supply = supply_with(1, 2, budget=40)
+    supply.begin(1, 2)
+    other = (1, 1)
+    mine, theirs = supply.claim(1, CORE).step.id, supply.claim(1, other).step.id
+    assert "not dry" in supply.settle(1, {CORE: [mine]}, CORE, final=True)
+    rest = []
+    while (claim := supply.claim(1, CORE, [mine, *rest])).step:
+        rest.append(claim.step.id)
+    own = [mine, *rest]
+    assert "has not finished" in supply.settle(1, {CORE: own, other: [theirs]}, CORE, final=True)
+    supply.claim(1, other, [theirs])
+    assert "in no ledger" in supply.settle(1, {CORE: own}, CORE, final=True)
+    assert "lists" in supply.settle(1, {CORE: own, other: [theirs, mine]}, CORE, final=True)
+    assert "twice" in supply.settle(1, {CORE: [*own, mine], other: [theirs]}, CORE, final=True)
+    assert supply.settle(1, {CORE: own, other: [theirs]}, CORE, final=True) is None
+    assert supply.bar(other) == {}  # its sum is in: nothing goes back
+
+
+def test_a_barred_member_stays_barred_in_later_updates():
+    supply = supply_with(1)
+    supply.bar((1, 1))
+    supply.begin(1, 1)
+    assert supply.claim(1, (1, 1)).answer == "barred"
+    assert supply.claim(1, (1, 2)).answer == "step"
+
+
+def test_words_out_of_turn_are_refused():
+    supply = Supply(96)
+    supply.begin(2, 1)
+    with pytest.raises(StreamConflict):
+        supply.begin(2, 1)
+    with pytest.raises(StreamConflict):
+        supply.begin(1, 1)
+    leases = Leases()
+    leases.publish(1)
+    with pytest.raises(InvariantBroken, match="invariant 8"):
+        leases.publish(1)
+    with pytest.raises(InvariantBroken, match="invariant 8"):
+        leases.finish(CORE, [1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 300))
+def test_chosen_rows_fit_the_budget_and_all_get_chosen(lengths, budget):
+    left = list(enumerate(lengths))
+    seen = []
+    while left:
+        chosen = choose([length for _, length in left], budget)
+        assert chosen
+        rows = [left[i] for i in chosen]
+        assert len(rows) == 1 or len(rows) * max(length for _, length in rows) <= budget
+        seen += [index for index, _ in rows]
+        left = [row for i, row in enumerate(left) if i not in set(chosen)]
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_micro_steps_survive_the_wire_and_hold_what_samples_say():
+    rows = [Row(make_sample(n, n // 2), float(n)) for n in range(5)]
+    step = decode(encode(lay_out(3, rows)))
+    assert step.id == 3 and step.tokens.shape == (5, max(len(row.sample) for row in rows))
+    assert len(step.row) == sum(row.sample.trained.sum() for row in rows)
+    for index, row in enumerate(rows):
+        mine = step.row == index
+        column = step.column[mine]
+        assert (step.tokens[index, : len(row.sample)] == row.sample.tokens).all()
+        assert not step.tokens[index, len(row.sample) :].any()
+        assert (column == np.flatnonzero(row.sample.trained)).all()
+        assert (step.logprobs[mine] == row.sample.logprobs[column]).all()
+        assert (step.temperatures[mine] == row.sample.temperatures[column]).all()
+        assert (step.advantages[mine] == index).all() and (step.weights[mine] == 1).all()
