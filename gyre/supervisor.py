@@ -119,12 +119,15 @@ def _configure_logging(context: RankContext) -> None:
 
 
 async def _first(*tasks: asyncio.Task[object]) -> asyncio.Task[object]:
-    """Wait for the first of some tasks to end, and cancel the others."""
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    return next((task for task in tasks if task in done and task.exception()), next(iter(done)))
+    """Wait for the first of some tasks to end, and cancel the others; a failed one counts first."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done = [task for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return next((task for task in done if task.exception()), done[0])
 
 
 async def supervise(context: RankContext) -> int:
