@@ -9,6 +9,7 @@ when it is whole, so that nothing that was shown is ever taken back.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 #: Answers of engines in a row that were server errors, without a token between them, after which a client is told.
 #: An engine that cannot be reached never counts: requests that no engine can take are held.
 MAX_FAILURES = 30
+#: A request that an engine has not begun to answer for so long counts as held: its gate may have parked it for a
+#: change of weights, or its engine has no room.
+PARKED_SECONDS = 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 
@@ -151,22 +155,27 @@ class Relay:
             body, path, take = chat.first_leg(self._request), chat.CHAT_PATH, self._take_chat
         spans = [Span(route.engine, route.epoch, route.policy) for _ in self._choices]
         hold = contextlib.ExitStack()
+        parked = asyncio.get_running_loop().call_later(
+            PARKED_SECONDS, lambda: hold.enter_context(self._execution.hold())
+        )
 
         def admitted(policy: int) -> None:
+            parked.cancel()
             hold.close()
             for span in spans:
                 span.policy = policy
 
-        async with self._board.leg(self._execution.number, route):
-            with hold:  # until the gate admits it, it may wait there for a change of weights
-                hold.enter_context(self._execution.hold())
-                head = headers(self._settings.secret, self._execution.number, route)
-                events = stream(self._session, route, path, json.dumps(body).encode(), head, admitted)
-                async with contextlib.aclosing(events):
-                    async for event in events:
-                        await take(event, spans)
-                        if self._whole:
-                            return
+        head = headers(self._settings.secret, self._execution.number, route)
+        events = stream(self._session, route, path, json.dumps(body).encode(), head, admitted)
+        try:
+            async with self._board.leg(self._execution.number, route), contextlib.aclosing(events):
+                async for event in events:
+                    await take(event, spans)
+                    if self._whole:
+                        return
+        finally:
+            parked.cancel()
+            hold.close()
         if not self._whole:
             raise Broken("the stream ended before the answer")
 

@@ -120,7 +120,7 @@ async def stream(
             async for block in _blocks(response.content):
                 name, data = _event(block)
                 if name == "gyre":
-                    raise Moved("cancelled")
+                    raise Closed if b'"closed": true' in data else Moved("cancelled")
                 if data == b"[DONE]":
                     return
                 if data:

@@ -145,7 +145,9 @@ def test_held_without_a_route_then_answered(tmp_path, monkeypatch):
     run(scenario())
 
 
-def test_parked_in_a_gate_is_held(tmp_path):
+def test_parked_in_a_gate_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("gyre.proxy.relay.PARKED_SECONDS", 0.05)
+
     async def scenario():
         engine = FakeEngine(0)
         async with stand(tmp_path, engine) as it:
