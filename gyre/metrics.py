@@ -8,6 +8,7 @@ and are counted when they are made again. Executions are never run again once cl
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Attempt:
     version: int  # that it resumed from
     cells: int = 0  # with standalone engines
     last: float = 0.0  # time of its last event
-    ready: float | None = None  # when its first quota went out: every rank was up
+    ready: float | None = None  # when the scheduler first acted: every rank was up
     how: str | None = None  # completed, interrupted, failed; None while it runs, or when it was killed
     detail: str = ""
     usage: EventData = field(default_factory=dict)
@@ -85,6 +86,7 @@ class RunMetrics:
         self.tokens = 0
         self.top_ups = 0
         self.dropped_groups: Counter[str] = Counter()
+        self.short_batches: dict[int, int] = {}  # groups that were missing, by batch
         self.failed_tries = 0
         self.lost_ranks = 0
         self.dispatched = 0
@@ -126,7 +128,7 @@ class RunMetrics:
 
     @property
     def busy_fraction_after_start(self) -> float | None:
-        """The same, from each attempt's first quota on."""
+        """The same, without the time that ranks took to start."""
         return self._busy(sum(a.cells * (a.last - a.ready) for a in self.attempts if a.ready is not None))
 
     def _busy(self, cell_seconds: float) -> float | None:
@@ -172,6 +174,7 @@ class RunMetrics:
         kept = version * self.config.train.updates_per_batch
         self.updates = {u: r for u, r in self.updates.items() if u <= kept}
         self.checksums = {v: c for v, c in self.checksums.items() if v <= version}
+        self.short_batches = {b: n for b, n in self.short_batches.items() if b <= version}
         self.policy_version = version
         self._pending.clear()
         cells = event["cells"] + event["standalone"]
@@ -191,14 +194,19 @@ class RunMetrics:
 
     # executions
     def _on_quota_published(self, event: EventData) -> None:
-        if self.attempts and self.attempts[-1].ready is None:
-            self.attempts[-1].ready = event["t"]
+        self._begun(event)
         first, last = event["first"], event["last"]
         self.dispatched += max(0, last - max(first - 1, self._highest))
         self._highest = max(self._highest, last)
         self.top_ups += event["reason"] == "top_up"
 
+    def _begun(self, event: EventData) -> None:
+        """The scheduler acts, so every rank was ready."""
+        if self.attempts and self.attempts[-1].ready is None:
+            self.attempts[-1].ready = event["t"]
+
     def _on_execution_granted(self, event: EventData) -> None:
+        self._begun(event)
         self.granted.add(event["n"])
 
     def _on_try_failed(self, event: EventData) -> None:
@@ -221,7 +229,10 @@ class RunMetrics:
         self._scores[event["group"]] = [score for score in event["rewards"] if score is not None]
 
     def _on_group_dropped(self, event: EventData) -> None:
-        self.dropped_groups[event["reason"]] += 1
+        self.dropped_groups[re.sub(r"\d+", "N", event["reason"])] += 1  # one entry per kind of reason
+
+    def _on_batch_closed_short(self, event: EventData) -> None:
+        self.short_batches[event["batch"]] = event["missing"]
 
     # moves
     def _on_move_started(self, event: EventData) -> None:
@@ -309,6 +320,7 @@ class RunMetrics:
             "staleness": [_rounded(r.staleness) for r in self.done],
             "suspensions": [r.suspensions for r in self.done],
             "top_ups": self.top_ups,
+            "closed_short": len(self.short_batches),
             "groups_dropped": dict(sorted(self.dropped_groups.items())),
             "tokens": self.tokens,
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,

@@ -119,6 +119,8 @@ def describe(config: Config, event: dict[str, Any]) -> str | None:
         return f"{rank_name(config, event['rank'])} {event['state'].lower()}{detail}"
     if kind == "update_suspended_for":
         return f"update {event['update']} suspended: {count(event['missing'], 'group')} missing"
+    if kind == "batch_closed_short":
+        return f"batch {event['batch']} closed short: {event['groups']} groups, {event['missing']} could not be had"
     if kind == "policy_published":
         return f"policy {event['version']} published"
     if kind == "run_ended":

@@ -136,6 +136,17 @@ def test_moves_that_were_abandoned() -> None:
     assert (summary["moves"], summary["abandoned_moves"], summary["lost_ranks"]) == ([], 1, 1)
 
 
+def test_batches_closed_short_and_groups_dropped() -> None:
+    script = Script()
+    script.start()
+    script.say(e.GroupDropped(3, "1 of 4 executions are usable, 2 are needed"))
+    script.say(e.GroupDropped(5, "0 of 4 executions are usable, 2 are needed"))
+    script.say(e.BatchClosedShort(1, 3, 1))
+    summary = metrics_of(script).summary()
+    assert summary["groups_dropped"] == {"N of N executions are usable, N are needed": 2}
+    assert summary["closed_short"] == 1
+
+
 def test_staleness_counts_versions_since_the_oldest_token() -> None:
     script = two_updates()
     assert metrics_of(script).summary()["staleness"] == [0.0, 1.0]
