@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -76,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     config = load(options.target, overrides)
     check.before_start(config, options.cluster)
     run = directory.create(config, named=bool(options.name))
-    return _start(run, config, options.cluster, options.detach)
+    return _start(run, config, options.cluster, options.detach, fresh=True)
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -85,10 +86,11 @@ def _resume(options: argparse.Namespace) -> int:
     run, config = directory.open_run(options.target)
     cluster = options.cluster or directory.cluster_of(run)
     check.before_start(config, cluster)
+    directory.refuse_running(run)
     return _start(run, config, cluster, options.detach)
 
 
-def _start(run: RunDir, config: Config, cluster: str, detach: bool) -> int:
+def _start(run: RunDir, config: Config, cluster: str, detach: bool, fresh: bool = False) -> int:
     if detach and cluster == "local":
         raise UserError("--detach is for --cluster slurm: a local run ends with whoever started it")
     from gyre.launch import directory
@@ -96,7 +98,12 @@ def _start(run: RunDir, config: Config, cluster: str, detach: bool) -> int:
     from gyre.launch.jobs import start
 
     after = last_attempt(run)
-    job = start(run, config, cluster)
+    try:
+        job = start(run, config, cluster)
+    except UserError:
+        if fresh:  # nothing has begun in it
+            shutil.rmtree(run.path)
+        raise
     directory.record_start(run, cluster, job.id)
     say(f"run {run.path}" + (f", Slurm job {job.id}" if cluster == "slurm" else ""))
     if detach:

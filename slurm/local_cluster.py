@@ -95,6 +95,10 @@ class LocalCluster:
         self._spawn("slurmctld", ["slurmctld", "-D", "-c"])
         for node in NODES:
             self._spawn(node, ["slurmd", "-D", "-N", node])
+        # Het jobs are started by the backfill scheduler alone, which looks again only after something has changed; on a
+        # quiet cluster the end of a requeued job's delay is not noticed. A busy cluster needs no such help.
+        nudge = "while sleep 1; do scontrol update PartitionName=cpu State=UP; done"
+        self._spawn("nudge", ["bash", "-c", nudge])
         deadline = time.monotonic() + timeout
         while self._idle_nodes() < len(NODES):
             if time.monotonic() > deadline:

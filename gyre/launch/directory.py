@@ -66,6 +66,16 @@ def open_run(path: Path | str) -> tuple[RunDir, Config]:
     return run, load(run.config)
 
 
+def refuse_running(run: RunDir) -> None:
+    """Refuse a run that an attempt holds at this moment.
+
+    Raises:
+        UserError: it runs.
+    """
+    with run.locked():
+        pass
+
+
 def of_job(config: Config, job: str) -> RunDir | None:
     """The newest run of a Slurm job, as a restart of that job looks for it; job ids may come round again."""
     found = sorted((Path(config.root) / LOGS).glob(f"{config.name}-*-job{job}"), key=lambda path: path.stat().st_mtime)

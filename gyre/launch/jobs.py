@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -138,10 +140,12 @@ class SlurmRun:
         self.folder = _folder(run)
         executor = executors.GyreSlurmExecutor(self.folder, config, plan(config), run.path)
         try:
-            self._job: Any = executor.submit(executors.RankCall(run.path, self.folder, local=False))
+            # submitit prints what sbatch complains about; that becomes one line.
+            with contextlib.redirect_stderr(io.StringIO()):
+                self._job: Any = executor.submit(executors.RankCall(run.path, self.folder, local=False))
         except (FailedJobError, FailedSubmissionError) as error:
-            why = [line for line in str(error).splitlines() if "sbatch" in line] or str(error).splitlines()[-1:]
-            raise UserError(f"Slurm refused the job: {why[-1].strip()}; correct the slurm section") from error
+            why = (str(error).strip().splitlines() or ["it gave no reason"])[-1].removeprefix("sbatch: error: ")
+            raise UserError(f"Slurm refused the job: {why}; correct the slurm section") from error
         self.id = self._job.job_id
 
     @property

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from gyre.run_dir import RunDir
 from tests.launch.support import ROOT, launch, settings, write
 
 
@@ -158,6 +159,13 @@ def test_taken_name(tmp_path):
     path = write(tmp_path, settings(tmp_path))
     refused(launch("run", path, "--name", "mine", cwd=tmp_path), 0, "logs/mine exists", "resume")
     refused(launch("run", path, "--name", "a/b", cwd=tmp_path), 0, "name")
+
+
+def test_a_run_that_runs(tmp_path):
+    run = RunDir(tmp_path / "logs/busy").create()
+    write(run.path, settings(tmp_path))
+    with run.locked():
+        refused(launch("resume", "logs/busy", cwd=tmp_path), 0, "logs/busy", "in use", "stop that one first")
 
 
 def test_prepare_outside_an_allocation(tmp_path):

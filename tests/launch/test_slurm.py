@@ -170,6 +170,7 @@ def test_a_job_that_slurm_refuses_is_the_users_to_correct(slurm):
     (line,) = done.stderr.strip().splitlines()
     assert "Slurm refused the job" in line
     assert "partition" in line
+    assert not list(slurm.place.glob("logs/*"))
 
 
 @pytest.mark.parametrize("code", [1, 2])
