@@ -23,7 +23,6 @@ from gyre.events import (
     GroupDropped,
     PolicyPublished,
     QuotaPublished,
-    RunEnded,
     UpdateSuspendedFor,
 )
 from gyre.scheduler import cursor
@@ -173,7 +172,6 @@ def end_run(state: SchedulerState, now: float) -> bool:
 def end(state: SchedulerState, how: str, detail: str) -> None:
     """Nothing is decided any more."""
     state.ended = how
-    state.emit(Log(RunEnded(how, detail)))
     state.emit(EndRun(how, detail))
 
 

@@ -301,14 +301,11 @@ class SchedulerState:
             rules.order_back(self, cell, f"its part in update {event.update} is over")
 
     def _part_failed(self, cell: Cell, event: TrainingEnded) -> None:
+        """A member that failed is barred for good as this incarnation, so it has to start again to be of any use."""
         if cell.rank == 0:
             rules.end(self, "failed", f"update {event.update} failed on the core: {event.detail}")
-            return
-        self._leave_update(cell)
-        cell.life += 1
-        self.fleet.lives[cell.rank] = cell.life
-        self.generation.break_at(cell.rank)
-        rules.order_back(self, cell, f"its part in update {event.update} failed: {event.detail}")
+        else:
+            self._cell_down(cell, State.FAILED, True)
 
     def _update_done(self, event: UpdateDone) -> None:
         if event.update != self.update.number or not self.update.running:
