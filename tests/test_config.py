@@ -1,0 +1,118 @@
+"""A configuration is one YAML file and overrides, refused with one line or resolved for good."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from gyre.config import Config, build, dump, load
+from gyre.errors import UserError
+
+MINIMAL = {
+    "model": {"path": "gyre:tiny"},
+    "tasks": {"path": "tasks.jsonl"},
+    "harness": {"command": ["agent"], "score": {"command": ["score"]}},
+    "cells": {"count": 1, "slots": 1},
+    "scheduler": {"batch_groups": 4, "group_size": 2},
+    "train": {"updates": 4},
+}
+
+
+def changed(**sections):
+    data = {name: dict(section) for name, section in MINIMAL.items()}
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+def test_minimal_configuration_gets_defaults():
+    config = build(MINIMAL)
+    assert config.scheduler.lookahead == 0.25
+    assert config.batches == 4
+    assert config.cells.gpus == 1
+
+
+def test_what_is_saved_loads_to_the_same(tmp_path):
+    config = build(changed(root=str(tmp_path), train={"updates": 6, "updates_per_batch": 2, "lr": 3.0e-5}))
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_overrides_win_and_are_yaml(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    config = load(path, ["train.updates=8", "harness.command=[a, b]", "network.interface=ib0", "seed=3"], root=tmp_path)
+    assert (config.train.updates, config.harness.command) == (8, ["a", "b"])
+    assert (config.network.interface, config.seed, config.root) == ("ib0", 3, str(tmp_path))
+
+
+def test_relative_paths_start_where_gyre_was_started(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL))
+    monkeypatch.chdir(tmp_path)
+    assert load("config.yaml").root == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (changed(scheduler={"group_sise": 2}), "unknown key 'group_sise' in scheduler; did you mean group_size?"),
+        (changed(modle={}), "did you mean model?"),
+        (changed(train={"zzz": 1}), "known keys are kind, updates"),
+        (changed(train={"updates": 0}), "train.updates"),
+        (changed(train={"updates": 3, "updates_per_batch": 2}), "train.updates (3) must be a multiple"),
+        (changed(train={"updates": 9, "updates_per_batch": 3}), "scheduler.batch_groups (4) must be a multiple"),
+        (changed(scheduler={"lookahead": 4}, train={"max_staleness": 2}), "at least scheduler.lookahead"),
+        (changed(harness={"score": {"command": ["a"], "function": "m:f"}}), "exactly one of command and function"),
+        (changed(name="a b"), "name"),
+        (changed(model={"dtype": "float16"}), "'float16'"),
+        ([1], "must be a mapping"),
+        ({}, "is missing; add it"),
+    ],
+)
+def test_refused_in_one_line(data, words):
+    with pytest.raises(UserError) as refused:
+        build(data, "here.yaml")
+    assert words in str(refused.value)
+    assert str(refused.value).startswith("here.yaml: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_misspelt_key_is_named_rather_than_the_one_it_leaves_missing():
+    data = changed()
+    data["scheduler"] = {"batch_groups": 4, "group_sise": 2}
+    with pytest.raises(UserError, match="did you mean group_size"):
+        build(data)
+
+
+def fields(model, prefix=""):
+    """Every field of the configuration with its dotted name."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields(field.annotation, f"{prefix}{name}.")
+
+
+def test_every_value_is_documented():
+    silent = [
+        name
+        for name, field in fields(Config)
+        if not field.description
+        and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+    ]
+    assert silent == []
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), inner)
+        ),
+        max_leaves=8,
+    )
+)
+def test_whatever_the_file_holds_the_answer_is_one_line(data):
+    with pytest.raises(UserError) as refused:
+        build(data)
+    assert "\n" not in str(refused.value)
