@@ -24,7 +24,7 @@ from gyre.errors import ChildFailed, GyreError, Superseded
 from gyre.events import ExecutionClosed
 from gyre.harness.process import MARK, Program, environment
 from gyre.harness.scoring import Score, score
-from gyre.run_dir import RunDir, link_once, read_json
+from gyre.run_dir import RunDir, link_once, read_json, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -278,6 +278,7 @@ class Try:
     def _close(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Clear up, and link the outcome; if there is one by now, that one counts."""
         self._clear(outcome)
+        sync_directory(self._dir)  # the records' own bytes are on the disk already
         while True:
             self._host.ensure_attempt()
             if link_once(self._host.run_dir.outcome(self.n), json.dumps(outcome)):

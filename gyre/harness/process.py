@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 #: Of the host's own environment a program must not see: it would take itself for a rank, or a part of a Slurm step.
 _PRIVATE_PREFIXES = ("GYRE_", "SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "SUBMITIT_")
-_PRIVATE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"}
+_PRIVATE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def environment(base: Mapping[str, str], extra: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

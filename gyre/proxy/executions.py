@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gyre.errors import InvariantBroken
 from gyre.proxy.recorder import CallRecord, Recorder
 from gyre.proxy.routing import Route, RouteTable
 
@@ -19,9 +20,14 @@ LEAVE_SECONDS = 5.0
 
 @dataclass
 class Counts:
-    """What happened to one execution's requests. A rerouted, continued or lost request counts once each."""
+    """What happened to one execution's requests. A rerouted, continued or lost request counts once each.
+
+    Every request ends in exactly one way: requests = answered + refused + abandoned + lost once none is live.
+    """
 
     requests: int = 0
+    answered: int = 0  # completely
+    refused: int = 0  # the engine found fault with the request itself
     rerouted: int = 0  # issued again, on another engine or after a move
     continued: int = 0  # with at least one token kept
     restarted: int = 0  # with at least one token thrown away
@@ -88,6 +94,9 @@ class Execution:
         if self.tasks:
             await asyncio.wait(self.tasks)
         await asyncio.to_thread(self._recorder.close)
+        counts = self.counts
+        if counts.requests != counts.answered + counts.refused + counts.abandoned + counts.lost:
+            raise InvariantBroken(7, f"execution {self.number}: requests do not add up: {counts}")
 
 
 @dataclass(eq=False)

@@ -231,12 +231,15 @@ class Proxy:
         try:
             async with asyncio.timeout(self._settings.request_timeout):
                 answer = await relay.run()
-            return web.json_response(answer) if stream is None else await stream.end()
+            reply = web.json_response(answer) if stream is None else await stream.end()
+            entry.counts.answered += 1
+            return reply
         except Closed:
             entry.counts.abandoned += 1
             return await self._say(stream, 410, chat.error("the execution is over", "invalid_request_error", "closed"))
         except Refused as error:
             entry.counts.lost += error.status >= 500
+            entry.counts.refused += error.status < 500
             return await self._say(stream, error.status, _json(error.body))
         except TimeoutError:
             entry.counts.lost += 1

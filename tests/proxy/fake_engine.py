@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -88,6 +89,7 @@ class FakeEngine:
     peak: int = 0
     cancelled: int = 0
     port: int = 0
+    says: Callable[[str], str] | None = None  # the answer to a prompt's text, where it is not to be drawn
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # set: admit
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -120,16 +122,22 @@ class FakeEngine:
         """This engine in a route table."""
         return {"url": f"http://127.0.0.1:{self.port}", "epoch": self.epoch, "policy": self.policy}
 
+    def answer(self, prompt: list[int]) -> list[int]:
+        """All tokens of the answer to a prompt."""
+        if self.says is None:
+            return answer(prompt, self.length)
+        return [*self.says(TOKENIZER.decode(prompt, skip_special_tokens=False)).encode(), END]
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt = render(body["messages"])
-        return await self.serve(request, body, prompt, answer(prompt, self.length), chat=True)
+        return await self.serve(request, body, prompt, self.answer(prompt), chat=True)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         given = body["prompt"]
         start = len(given) - given[::-1].index(START) + len("assistant\n")
-        rest = answer(given[:start], self.length)[len(given) - start :]
+        rest = self.answer(given[:start])[len(given) - start :]
         return await self.serve(request, body, given, rest, chat=False, done=len(given) - start)
 
     async def serve(self, request, body, prompt, tokens, chat, done=0) -> web.StreamResponse:

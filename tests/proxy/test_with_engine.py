@@ -141,7 +141,6 @@ async def new_weights_in_the_middle(place, body, text):
     assert counts["continued"] == 1 and len(record.sampled) == body["max_tokens"]
 
 
-@pytest.mark.whole
 def test_answers_go_on_token_for_token(tmp_path):
     async def scenario():
         place = Place(tmp_path)
