@@ -17,6 +17,7 @@ from typing import Any
 from gyre import events as e
 from gyre.cell.machine import Machine, State
 from gyre.scheduler import commands as c
+from gyre.scheduler.groups import Ranges
 from gyre.scheduler.invariants import awaited, check_thoroughly
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
@@ -325,7 +326,7 @@ class HostSim:
             del self.engine[n]
             world.send(sender, e.TryFailed(n, grant.try_number, "the sandbox broke"))
             return
-        usable = world.random.random() >= world.chances.unusable
+        usable = world.random.random() >= world.chances.unusable and world.fate(n)
         outcome = "completed" if usable else world.random.choice(["failed", "timed_out"])
         score = world.random.random() if usable else None
         event = e.ExecutionClosed(n, grant.try_number, outcome, score, usable, version if usable else -1, 1.0)
@@ -358,6 +359,7 @@ class World:
         self.d = self.p = self.f = 0
         self.ended: c.EndRun | None = None
         self.on_event: Callable[[e.Event], None] = lambda event: None
+        self.fate: Callable[[int], bool] = lambda n: True  # whether execution n comes to something
         self.feeder_news = Signal(self)
         self.cells = {rank: CellSim(self, rank) for rank in range(settings.engines)}
         first = settings.engines
@@ -606,6 +608,26 @@ class World:
 
     def check_version(self, version: int) -> None:
         assert version <= self.version  # 15: engines load committed versions only
+
+    def crashed(self, seed: int = 0, chances: Chances | None = None, lost_specs: int = 0) -> World:
+        """The world of the next attempt after everything died at this moment; only what is on disk is left.
+
+        The last `lost_specs` specs had not been written yet.
+        """
+        specs = dict(self.specs)
+        for n in sorted(specs, reverse=True)[:lost_specs]:
+            if n not in self.tries:
+                del specs[n]
+        issued = {n: self.tries.get(n, 0) for n in specs}
+        outcomes = [self.outcomes[n] for n in specs if n in self.outcomes]
+        state = SchedulerState.resume(self.settings, self.cursor, issued, outcomes)
+        world = World(self.settings, seed, chances or self.chances, state)
+        world.specs, world.tries, world.outcomes = specs, dict(self.tries), dict(self.outcomes)
+        world.closed = Counter(outcome.n for outcome in outcomes)
+        world.cursor, world.version, world.fate = self.cursor, self.version, self.fate
+        trained = Ranges(self.cursor["trained"]) if self.cursor else Ranges()
+        world.trained = {group: update for group, update in self.trained.items() if group in trained}
+        return world
 
     # -- what happened -----------------------------------------------------------------------------------------------
     def commands(self, kind: type[c.Command]) -> list[Any]:
