@@ -29,9 +29,9 @@ everything after the launch, a resume too, reads it from there.
 
 Relative paths start from the directory in which Gyre was started; `{root}` in commands stands for it.
 
-Checked together: `train.updates` and `scheduler.batch_groups` are multiples of `train.updates_per_batch`, since each group
-is trained on in exactly one update; `train.max_staleness` is at least `scheduler.lookahead`, since with less, groups would
-be dropped and topped up for ever.
+Checked together: `train.updates` and `scheduler.batch_groups` are multiples of `train.updates_per_batch`, since each
+group is trained on in exactly one update; `train.max_staleness` is at least `scheduler.lookahead`, since with less,
+groups would be dropped and topped up for ever.
 """
 
 
