@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gyre import words
 from gyre.config import Config
-from gyre.status import RankStatus, RunStatus
+from gyre.status import RankStatus, RunStatus, StreamStatus
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def _title(picture: Picture, width: int) -> Text:
 
 
 def _numbers(picture: Picture, status: RunStatus, width: int, glyphs: Glyphs) -> list[RenderableType]:
-    s, stream = status.scheduler, status.stream
+    s = status.scheduler
+    stream = status.stream if status.stream.update == s.update else StreamStatus()  # not that of the update before
     room = max(8, min(40, width - 56))
     reward = "-" if status.reward is None else f"{status.reward:.3f}"
     curve = sparkline(picture.rewards, room, glyphs)

@@ -136,7 +136,7 @@ class PlainReporter:
         self._troubles.clear()
 
     def _say_roles(self) -> None:
-        for state, word in (("TRAINING", "now training"), ("ROLLOUT", "back in rollout")):
+        for state, word in (("TRAINING", "now training"), ("ROLLOUT", "now in rollout")):
             ranks = [rank for rank, reached in self._roles.items() if reached == state]
             if ranks:
                 self.line(f"{word}: {words.rank_names(self._config, ranks)}")
@@ -191,8 +191,9 @@ def state_line(config: Config, status: RunStatus, seconds_left: float | None) ->
     left = "" if seconds_left is None else f"; about {words.duration(seconds_left)} left"
     training = [r.rank for r in status.ranks if r.state == "TRAINING"]
     where = f"; training on {words.rank_names(config, training)}" if training else ""
+    steps = f": {stream.finished} of {stream.published} micro-steps" if stream.update == s.update else ""
     return (
-        f"update {s.update} of {s.updates}: {stream.finished} of {stream.published} micro-steps{where}; "
+        f"update {s.update} of {s.updates}{steps}{where}; "
         f"{s.w} executions outstanding, {s.capacity} slots; "
         f"{s.ready} groups ready, {s.taken} of {s.batch_groups} taken; "
         f"{status.tokens_per_second:.0f} tokens/s{reward}{left}"

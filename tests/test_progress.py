@@ -220,7 +220,7 @@ def test_plain_lines_tell_a_run() -> None:
     text = Played().play(script.events)
     for words in (
         "attempt 1 starts", "ready: cell 0", "ready: host 3", "batch 1 dispatches 8 executions", "now training: cell 0",
-        "update 1 of 6 done: reward 0.250, core with cell 1, 4 micro-steps, 10s", "back in rollout: cell",
+        "update 1 of 6 done: reward 0.250, core with cell 1, 4 micro-steps, 10s", "now in rollout: cell",
         "policy 2 published", "cell 2 lost: silent for 30 s", "attempt completed", "5 executions outstanding, 4 slots",
     ):  # fmt: skip
         assert words in text, words
