@@ -79,6 +79,7 @@ class RoleReached(Event):
     seconds: float = 0.0  # spent in the state before
     version: int = -1  # policy version its engine holds, where state is ROLLOUT
     detail: str = ""
+    held: dict[str, int] = field(default_factory=dict)  # bytes by holder, after a move: who has the memory now
 
 
 # -- inputs: executions ----------------------------------------------------------------------------------------------

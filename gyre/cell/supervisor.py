@@ -311,7 +311,16 @@ class CellSupervisor:
             case unknown:
                 raise GyreError(f"unknown order {unknown!r}")
 
-    def _enter(self, state: State, detail: str = "", version: int = -1) -> None:
+    async def _held(self) -> dict[str, int]:
+        """Bytes that engine and trainer hold, by what for: the proof that a move handed the memory over."""
+        held = {f"engine_{name}": size for name, size in (await self._engine.memory())["bytes"].items()}
+        if self._trainer:
+            trainer = await self._trainer.call("memory")
+            names = ("weights", "gradients", "accumulators", "optimizer")
+            held |= {f"trainer_{name}": trainer[name] for name in names}
+        return held
+
+    def _enter(self, state: State, detail: str = "", version: int = -1, held: dict[str, int] | None = None) -> None:
         """Enter a state of the machine and report it with the time spent in the one before."""
         self._machine.enter(state)
         now = time.time()
@@ -328,7 +337,7 @@ class CellSupervisor:
         await self._engine.sleep()
         self._awake = False
         await self._trainer.call("wake")
-        self._enter(State.TRAINING)
+        self._enter(State.TRAINING, held=await self._held())
 
     async def _to_rollout(self, version: int, snapshot: int) -> None:
         if self._machine.state is State.TRAINING:
@@ -343,7 +352,7 @@ class CellSupervisor:
             self._awake = True
         await self._engine.open(self._epoch, version)
         self._status.version = version
-        self._enter(State.ROLLOUT, "serving", version)
+        self._enter(State.ROLLOUT, "serving", version, await self._held())
 
     async def _sync(self, version: int, snapshot: int) -> None:
         """Bring a serving engine to a new policy version: hold, load, verify, admit."""
