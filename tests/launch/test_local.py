@@ -1,14 +1,16 @@
 """All ranks as processes of one machine, under a trivial rank program."""
 
 import os
+import pty
 import signal
+import sys
 import time
 
 import psutil
 import pytest
 
 from gyre.launch.jobs import marked
-from tests.launch.support import launch, only_run, seen, settings, start, wait_for, write
+from tests.launch.support import ROOT, environment, launch, only_run, seen, settings, start, wait_for, write
 
 
 @pytest.fixture
@@ -59,6 +61,38 @@ def test_a_stop_ends_every_rank_and_says_how_to_go_on(config, workplace, number)
     assert not any(psutil.pid_exists(who["pid"]) for who in ranks)
     assert marked(ranks[0]["job_key"]) == []
     assert (only_run(workplace) / "left-0-0").exists(), "the rank could not end in order"
+
+
+def read_all(terminal):
+    """What a terminal shows until its program ends."""
+    shown = b""
+    while True:
+        try:
+            data = os.read(terminal, 4096)
+        except OSError:  # how Linux says that the other end is closed
+            return shown.decode(errors="replace")
+        if not data:
+            return shown.decode(errors="replace")
+        shown += data
+
+
+def test_ctrl_c_typed_into_the_live_view(config, workplace):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(workplace)
+        launcher = str(ROOT / "launch.py")
+        os.execve(sys.executable, [sys.executable, launcher, "run", str(config)], environment(TRIVIAL_SECONDS=60))
+    ranks = seen(only_run(workplace), 4)
+    time.sleep(1.0)
+    os.write(terminal, b"\x03")
+    shown = read_all(terminal)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130, shown
+    assert "go on with: launch.py resume" in shown
+    assert "Traceback" not in shown
+    assert marked(ranks[0]["job_key"]) == []
+    assert (only_run(workplace) / "left-0-0").exists(), "Ctrl-C reached the ranks, not only who watches"
 
 
 def test_a_second_ctrl_c_kills_ranks_that_hang(config, workplace):
