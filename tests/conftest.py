@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def slurm_cluster(tmp_path_factory):
     yield cluster
     cluster.stop()
     assert cluster.leftovers() == [], "jobs left processes behind"
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """A process that has imported vLLM; while it is there, every engine on a CPU is a fork of it, in every run."""
+    from gyre.cell.engine_process import ZYGOTE_VARIABLE, start_server
+
+    with tempfile.TemporaryDirectory(prefix="gyre-zygote-") as place, pytest.MonkeyPatch.context() as patch:
+        server = start_server(Path(place) / "socket", Path(place) / "log")
+        patch.setenv(ZYGOTE_VARIABLE, str(Path(place) / "socket"))
+        yield place
+        server.terminate()
+        server.wait(30)
 
 
 @pytest.fixture

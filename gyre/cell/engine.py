@@ -355,21 +355,28 @@ def run(settings: Any, parent: Parent) -> int:
         return EXIT_FAULT
 
 
-def main() -> int:
-    """Entry point."""
+def start(sock: socket.socket | None, line: str | None = None) -> int:
+    """Be the engine whose settings come over `sock`, or are `line`; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    descriptor = os.environ.pop("GYRE_CHILD_FD", None)
-    parent = Parent(socket.socket(fileno=int(descriptor)) if descriptor is not None else None)
     from gyre.cell.engine_client import EngineSettings, environment
 
-    line = parent.settings_line() if descriptor is not None else sys.argv[1]
+    parent = Parent(sock)
+    settings = EngineSettings.decode(line if sock is None else parent.settings_line())
     parent.watch()
-    settings = EngineSettings.decode(line)
     for key, value in environment(settings).items():
         os.environ.setdefault(key, value)
     parent.say("progress", what="importing vLLM")
     load_libraries()
     return run(settings, parent)
+
+
+def main() -> int:
+    """Entry point."""
+    descriptor = os.environ.pop("GYRE_CHILD_FD", None)
+    if descriptor is None and len(sys.argv) != 2:
+        print("usage: python -m gyre.cell.engine SETTINGS_JSON (or settings over the socket GYRE_CHILD_FD)")
+        return EXIT_USER
+    return start(socket.socket(fileno=int(descriptor))) if descriptor is not None else start(None, sys.argv[1])
 
 
 def leave(code: int) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from gyre.cell import engine_process
 from gyre.child import kill_group
 from gyre.errors import EXIT_USER, ChildFailed, UserError, WeightsMismatch
 
@@ -72,15 +72,7 @@ def environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",  # a cell's GPUs are on one node
         "VLLM_SERVER_DEV_MODE": "0",
     }
-    if not settings.gpus:
-        env |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what lets the CPU build keep its worker in the engine's process
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles one function of its sampler even when told to be eager: 17 s
-        }
-    return env | settings.env
+    return env | ({} if settings.gpus else engine_process.cpu_environment()) | settings.env
 
 
 class EngineProcess:
@@ -90,7 +82,7 @@ class EngineProcess:
         self.settings = settings
         self.log_path = log_path
         self.url = ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: engine_process.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -98,46 +90,53 @@ class EngineProcess:
         self._on_progress: Callable[[str], None] = lambda what: None
         self._stage = "starting"
         self._directory: Path | None = None
+        self._output = -1
 
     @classmethod
-    async def start(cls, settings: EngineSettings, log_path: Path) -> EngineProcess:
-        """Start an engine, its output appended to `log_path`; returns at once (see `ready`)."""
+    async def start(cls, settings: EngineSettings, log_path: Path, shared: Path | None = None) -> EngineProcess:
+        """Start an engine, its output appended to `log_path`; returns at once (see `ready`).
+
+        On a CPU it is a fork of a process that has imported vLLM already, if GYRE_ZYGOTE names the socket of one, or if
+        `shared` is given: a short path that the run's ranks on this node have in common.
+        """
         engine = cls(settings, log_path)
+        engine._output = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         engine._directory = Path(tempfile.mkdtemp(prefix="gyre-engine-", dir=settings.scratch))
         engine._ready = asyncio.get_running_loop().create_future()
         engine._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {settings.secret}"}, timeout=aiohttp.ClientTimeout(total=None)
         )
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, open(log_path, "ab") as output:
-                await engine._spawn(theirs, output.fileno())
-            reader, engine._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
-            engine._writer.write(settings.encode().encode() + b"\n")
-        except BaseException:
-            ours.close()
-            await engine.stop(0)
-            raise
-        engine._reading = asyncio.create_task(engine._read(reader), name="read engine")
+        engine._reading = asyncio.create_task(engine._live(shared), name="read engine")
         return engine
 
-    async def _spawn(self, theirs: socket.socket, output: int) -> None:
+    async def _live(self, shared: Path | None) -> None:
+        """Start the process, and follow its own words until its end."""
+        assert self._ready is not None
+        ours, theirs = socket.socketpair()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
         directory = str(self._directory)
-        own = {"GYRE_CHILD_FD": str(theirs.fileno()), "TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "gyre.cell.engine",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **environment(self.settings), **own},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        mine = {"TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
+        env = {**os.environ, **environment(self.settings), **mine}
+        try:
+            with theirs:
+                if not self.settings.gpus:
+                    self._tell("waiting for the fork server of this node")
+                    self._process = await engine_process.forked(env, theirs, self._output, shared)
+                self._process = self._process or await engine_process.own(env, theirs, self._output)
+            self._writer.write(self.settings.encode().encode() + b"\n")
+            await self._read(reader)
+            if not self._ready.done():
+                self._ready.set_exception(await self._why())
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(ChildFailed(f"the engine could not be started: {error}"))
+        finally:
+            if not self._ready.done():
+                self._ready.cancel()
+            elif not self._ready.cancelled():
+                self._ready.exception()  # seen, also where nobody waits
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Follow the engine's own words until its end."""
         assert self._ready is not None
         with contextlib.suppress(ConnectionError, ValueError):
             while line := await reader.readline():
@@ -147,11 +146,11 @@ class EngineProcess:
                     if not self._ready.done():
                         self._ready.set_result(None)
                 else:
-                    self._stage = event["what"]
-                    self._on_progress(self._stage)
-        if not self._ready.done():
-            self._ready.set_exception(await self._why())
-            self._ready.exception()  # seen, also where nobody waits
+                    self._tell(event["what"])
+
+    def _tell(self, stage: str) -> None:
+        self._stage = stage
+        self._on_progress(stage)
 
     async def _why(self) -> Exception:
         """The exception for an engine that ended before it was ready."""
@@ -168,14 +167,15 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also its group's."""
-        assert self._process is not None
-        return self._process.pid
+        """Process id, which is also its group's; 0 before there is a process."""
+        return self._process.pid if self._process is not None else 0
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.returncode is None
+        """Whether the process runs, or is about to."""
+        if self._process is None:
+            return self._ready is not None and not self._ready.done()
+        return self._process.returncode is None
 
     async def ready(self, timeout: float, on_progress: Callable[[str], None] = lambda what: None) -> None:
         """Wait until the engine serves; its gate is closed then.
@@ -194,28 +194,37 @@ class EngineProcess:
 
     async def wait(self) -> int:
         """Wait for the process's end; returns its exit code."""
-        assert self._process is not None
+        while self._process is None and self._reading is not None and not self._reading.done():
+            await asyncio.sleep(0.05)
+        if self._process is None:
+            raise ChildFailed("the engine was never started")
         return await self._process.wait()
 
     async def stop(self, grace: float = 5.0) -> None:
         """End the engine and its whole group: SIGTERM, and after `grace` seconds SIGKILL. May be called again."""
+        if self._process is None and self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
         if self._process is not None:
             if self.alive and grace > 0:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), grace)
-            kill_group(self.pid)
+            kill_group(self._process.pid)
             await self._process.wait()
-        if self._writer is not None:
-            self._writer.close()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
         if self._session is not None:
             await self._session.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
 
     # -- calls to the gate -------------------------------------------------------------------------------------------
     async def _call(self, method: str, name: str, timeout: float = CALL_SECONDS, /, **arguments: Any) -> Message:

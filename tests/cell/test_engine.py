@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from gyre import models
 from gyre.cell.engine_client import EngineProcess, EngineSettings
+from gyre.cell.engine_process import ZYGOTE_VARIABLE
 from gyre.checksum import checksum
 from gyre.errors import ChildFailed, UserError, WeightsMismatch
 
@@ -89,7 +92,7 @@ def tiny():
 
 
 @pytest.fixture(scope="module")
-def engine(tiny, tmp_path_factory):
+def engine(tiny, tmp_path_factory, fork_server):
     engine = Engine(tiny, tmp_path_factory.mktemp("engine") / "engine.log")
     try:
         yield engine
@@ -336,20 +339,28 @@ def test_an_altered_or_incomplete_snapshot_is_named_and_not_served(engine, other
 SUPERVISOR = """
 import asyncio, json, sys
 from pathlib import Path
+from gyre.cell import engine_process
 from gyre.cell.engine_client import EngineProcess, EngineSettings
 async def main():
-    engine = await EngineProcess.start(EngineSettings.decode(sys.argv[1]), Path(sys.argv[2]))
-    if sys.argv[3] == "wait":
+    shared = Path(sys.argv[3]) if sys.argv[3] else None
+    engine = await EngineProcess.start(EngineSettings.decode(sys.argv[1]), Path(sys.argv[2]), shared)
+    if shared:
         await engine.ready(180)
-    print(engine.pid, engine._directory, flush=True)
+    while not engine.pid:
+        await asyncio.sleep(0.01)
+    servers = [server.pid for server, _ in engine_process._servers]
+    words = {"pid": engine.pid, "directory": str(engine._directory), "servers": servers, "url": engine.url}
+    print(json.dumps(words), flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
 
 
-def supervisor(path, log, how):
-    command = [sys.executable, "-c", SUPERVISOR, settings(path).encode(), str(log), how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def supervisor(path, log, shared=""):
+    """A process that starts an engine, without the session's fork server: on its own, or with one in `shared`."""
+    command = [sys.executable, "-c", SUPERVISOR, settings(path).encode(), str(log), str(shared)]
+    env = {name: value for name, value in os.environ.items() if name != ZYGOTE_VARIABLE}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def family(pid):
@@ -364,23 +375,47 @@ def gone(processes, seconds=5.0):
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("how", ["wait", "early"])
-def test_it_ends_with_its_supervisor_and_leaves_nothing(tiny, tmp_path, how):
-    shared = set(os.listdir("/dev/shm"))
-    with supervisor(tiny, tmp_path / "engine.log", how) as parent:
-        pid, directory = parent.stdout.readline().split()
-        if how == "early":
-            time.sleep(1)  # in the middle of its imports
-        processes = family(int(pid))
-        assert len(processes) >= (2 if how == "wait" else 1)
-        parent.send_signal(signal.SIGKILL)
+def test_an_engine_of_its_own_ends_with_its_supervisor_however_early(tiny, tmp_path):
+    with supervisor(tiny, tmp_path / "engine.log") as parent:
+        words = json.loads(parent.stdout.readline())
+        time.sleep(1)  # in the middle of its imports
+        processes = family(words["pid"])
+        assert processes and not words["servers"]
+        parent.kill()
         assert gone(processes), (tmp_path / "engine.log").read_text()[-2000:]
-    if how == "wait":
-        assert not Path(directory).exists()
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not Path(words["directory"]).exists()
 
 
-def test_refused_settings_are_a_users_error(tiny, tmp_path):
+def test_a_forked_engine_outlives_its_fork_server_but_not_its_supervisor(tiny, tmp_path):
+    memory = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as shared, supervisor(tiny, tmp_path / "engine.log", shared) as parent:
+        words = json.loads(parent.stdout.readline())
+        processes = family(words["pid"])
+        (server,) = words["servers"]
+        assert len(processes) == 2 and processes[0].ppid() == server
+        os.kill(server, signal.SIGKILL)
+        time.sleep(0.2)
+        with urllib.request.urlopen(words["url"] + "/health", timeout=5) as response:
+            assert response.status == 200
+        parent.kill()
+        assert gone(processes), (tmp_path / "engine.log").read_text()[-2000:]
+    assert not Path(words["directory"]).exists()
+    assert set(os.listdir("/dev/shm")) <= memory
+
+
+def test_a_fork_server_ends_with_its_owner(tiny, tmp_path):
+    program = "import sys; from pathlib import Path; from gyre.cell.engine_process import start_server as s\n"
+    program += "print(s(Path(sys.argv[1]) / 'z', Path(sys.argv[1]) / 'log').pid, flush=True); sys.stdin.read()"
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-c", program, place]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+            servers = family(int(owner.stdout.readline()))
+            assert servers
+            owner.kill()
+            assert gone(servers)
+
+
+def test_refused_settings_are_a_users_error(tiny, tmp_path, fork_server):
     async def scenario():
         bad = settings(tiny, args={"no-such-flag": 3})
         engine = await EngineProcess.start(bad, tmp_path / "engine.log")
@@ -388,6 +423,21 @@ def test_refused_settings_are_a_users_error(tiny, tmp_path):
             with pytest.raises(UserError, match="no-such-flag"):
                 await engine.ready(180)
             assert await engine.wait() == 2
+            assert not engine.alive
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_settings_that_a_fork_cannot_have_start_an_engine_of_its_own(tiny, tmp_path, fork_server, caplog):
+    async def scenario():
+        different = settings(tiny, env={"OMP_NUM_THREADS": "2"}, args={"no-such-flag": 3})
+        engine = await EngineProcess.start(different, tmp_path / "engine.log")
+        try:
+            with pytest.raises(UserError, match="no-such-flag"):
+                await engine.ready(180)
+            assert "the engine starts on its own" in caplog.text
         finally:
             await engine.stop()
 
