@@ -78,7 +78,7 @@ class HostSupervisor:
         self._closed: Counter[str] = Counter()
         self._fault: asyncio.Future[None] | None = None
         self._since = time.time()
-        self._ready = False
+        self._ready = self._stopping = False
 
     # -- life --------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -92,7 +92,7 @@ class HostSupervisor:
         self._report(RankReady(self._context.rank, self._context.incarnation, node))
 
     async def run(self) -> None:
-        """Take messages until told to stop.
+        """Take messages until cancelled.
 
         Raises:
             StoreLost, Superseded, ChildFailed: this host cannot go on.
@@ -103,8 +103,6 @@ class HostSupervisor:
         try:
             while not self._fault.done():
                 for message in self._inbox.read():
-                    if message["message"] == "stop":
-                        return
                     await self._take(message)
                 await asyncio.wait({self._fault}, timeout=POLL_SECONDS)
             self._fault.result()
@@ -115,10 +113,7 @@ class HostSupervisor:
 
     async def stop(self) -> None:
         """Kill every harness and the proxy, and clear node-local files; tries under way have no outcome."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=10.0)
+        await self._kill_all()
         host, self._host = self._host, None
         if host is not None:
             await host.proxy.stop()
@@ -126,6 +121,12 @@ class HostSupervisor:
         await asyncio.to_thread(shutil.rmtree, self._context.scratch, True)
         if self._fault is not None and self._fault.done() and not self._fault.cancelled():
             self._fault.exception()  # seen, whether or not anyone was still waiting for it
+
+    async def _kill_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=10.0)
 
     def status(self) -> RankStatus:
         """What this host is doing, for people."""
@@ -154,6 +155,9 @@ class HostSupervisor:
                 difference = {key: message.get(key) or {} for key in ("engines", "moves")}
                 self._table.apply(message["version"], **difference)
                 await self._tell_proxy("routes", version=message["version"], **difference)
+            case "stop":
+                self._stopping = True
+                await self._kill_all()
             case "cancel":
                 if one := self._tries.get(message["n"]):
                     one.cancel("cancelled by the scheduler")
@@ -168,7 +172,7 @@ class HostSupervisor:
 
     def _grant(self, n: int, number: int, engine: int) -> None:
         old = self._tries.get(n)
-        if old is not None and old.number >= number:
+        if self._stopping or (old is not None and old.number >= number):
             return
         if old is not None:
             old.fail("granted again")
