@@ -104,12 +104,16 @@ def _start(run: RunDir, config: Config, cluster: str, detach: bool, fresh: bool 
         if fresh:  # nothing has begun in it
             shutil.rmtree(run.path)
         raise
-    directory.record_start(run, cluster, job.id)
-    say(f"run {run.path}" + (f", Slurm job {job.id}" if cluster == "slurm" else ""))
-    if detach:
-        say(f"watch it with: launch.py watch {run.path}")
-        return EXIT_OK
-    return follow(run, job, after)
+    try:
+        directory.record_start(run, cluster, job.id)
+        say(f"run {run.path}" + (f", Slurm job {job.id}" if cluster == "slurm" else ""))
+        if detach:
+            say(f"watch it with: launch.py watch {run.path}")
+            return EXIT_OK
+        return follow(run, job, after)
+    except BaseException:  # whatever it is, nobody will look after the job from here
+        job.stop()
+        raise
 
 
 def _sbatch(options: argparse.Namespace) -> int:

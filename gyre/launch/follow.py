@@ -17,6 +17,8 @@ from gyre.launch.jobs import Job
 from gyre.run_dir import RunDir, read_events
 
 _POLL = 0.5
+#: Time in which a job mostly ends once its attempt has; after it, or when it does something else, it is watched again.
+_END_SECONDS = 60.0
 
 
 def say(text: str) -> None:
@@ -111,13 +113,11 @@ def _watch(run: RunDir, job: Job, after: int) -> None:
             how = watch(run.path, stop=ended, after=after)
         if how == "completed" or ended.is_set():
             return
-        # Failed attempts end the job; interrupted ones may begin again, in a requeued job.
-        deadline = time.monotonic() + 30.0
-        while not job.ended and job.waits() is None and time.monotonic() < deadline:
-            time.sleep(_POLL)
-        if job.waits() is None:
-            return
+        # Mostly the job ends now. A requeued one begins another attempt, and is watched again.
         after = last_attempt(run)
+        deadline = time.monotonic() + _END_SECONDS
+        while not job.ended and job.waits() is None and last_attempt(run) == after and time.monotonic() < deadline:
+            time.sleep(_POLL)
 
 
 def follow(run: RunDir, job: Job, after: int = 0) -> int:
