@@ -80,14 +80,17 @@ def draw() -> str:
 
 
 def _is_good(status: RunStatus, update: int) -> bool:
-    """Whether the view shows what is special: in one moment, cells that train, and cells that serve."""
-    states = {rank.state for rank in status.ranks if rank.kind in ("core", "satellite")}
-    training = sum(rank.state == "TRAINING" for rank in status.ranks)
-    return status.scheduler.update >= update and training >= 2 and len(states) > 1 and status.stream.finished > 0
+    """Whether the view shows what is special: in one moment, cells that train, and one that serves running agents."""
+    cells = [rank for rank in status.ranks if rank.kind in ("core", "satellite")]
+    training = sum(rank.state == "TRAINING" for rank in cells)
+    serving = any(rank.state == "ROLLOUT" and rank.live for rank in cells)
+    stream = status.stream
+    current = status.scheduler.update == stream.update >= update and stream.claimed > 0
+    return current and training >= 2 and serving
 
 
-def record(run_dir: Path, update: int) -> None:
-    """Wait for a good moment from update `update` on, and keep it."""
+def record(run_dir: Path, update: int, name: str | None = None) -> None:
+    """Wait for a good moment from update `update` on, and keep it, with `name` for the run's."""
     run = RunDir(run_dir)
     reader = RunReader(run.path)
     while True:
@@ -101,6 +104,7 @@ def record(run_dir: Path, update: int) -> None:
     SAMPLE.mkdir(exist_ok=True)
     config = yaml.safe_load(run.config.read_text())
     config["root"] = "/"
+    config["name"] = status.name = name or status.name
     (SAMPLE / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     for rank in status.ranks:
         rank.node = "node"
@@ -118,9 +122,10 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="RUN_DIR", help="a run that is going on")
     parser.add_argument("--check", action="store_true", help="only say whether it is current")
     parser.add_argument("--update", type=int, default=4, help="the earliest update to record (default 4)")
+    parser.add_argument("--name", help="how the picture calls the run; its own name by default")
     arguments = parser.parse_args()
     if arguments.record is not None:
-        record(arguments.record, arguments.update)
+        record(arguments.record, arguments.update, arguments.name)
     if arguments.check:
         sys.exit(0 if PICTURE.read_text() == draw() else f"{PICTURE} is not current; run python {__file__}")
     PICTURE.write_text(draw())
