@@ -57,6 +57,7 @@ class RankReady(Event):
     incarnation: int
     node: str
     url: str = ""  # of the cell's gate; empty for hosts
+    checksum: str = ""  # of the weights that the core begins with; empty for all others
 
 
 @dataclass(frozen=True)

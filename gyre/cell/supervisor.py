@@ -140,6 +140,7 @@ class CellSupervisor:
         self._engine: EngineProcess | None = None
         self._trainer: Child | None = None
         self._awake = True  # the engine holds its memory
+        self._checksum = ""  # of the weights the core began with
         self._effort = Effort()
         self._status = RankStatus(
             rank=context.rank,
@@ -162,7 +163,7 @@ class CellSupervisor:
 
     def _report_ready(self) -> None:
         context = self._context
-        self._report(RankReady(context.rank, context.incarnation, context.address, self._engine.url))
+        self._report(RankReady(context.rank, context.incarnation, context.address, self._engine.url, self._checksum))
 
     def _progress(self, text: str, fraction: float | None = None) -> None:
         self._status.doing, self._status.fraction = text, fraction
@@ -185,7 +186,7 @@ class CellSupervisor:
             self._on_trainer_event,
             environment,
         )
-        await self._trainer.call(
+        started = await self._trainer.call(
             "start",
             timeout=context.config.engine.start_timeout,
             run_dir=str(context.run_dir.path),
@@ -199,6 +200,7 @@ class CellSupervisor:
             address=context.address,
             scratch=str(context.scratch),
         )
+        self._checksum = started.get("checksum", "")
 
     async def run(self) -> None:
         """Take orders until cancelled; raises `ChildFailed` when the trainer dies: its state cannot be rebuilt here."""

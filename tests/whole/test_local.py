@@ -1,0 +1,78 @@
+"""The whole on one machine: real engines, a real DeepSpeed core, real harnesses; elasticity, starvation, the end."""
+
+import json
+import signal
+
+import pytest
+
+from tests.whole.support import assert_whole, tiny
+
+pytestmark = pytest.mark.whole
+
+
+def test_moves_hand_memory_over_and_the_core_stays_across_a_batch(place, tmp_path):
+    config = tiny(
+        tmp_path,
+        cells={"count": 2, "slots": 24},
+        scheduler={"batch_groups": 2, "lookahead": 1.0},
+        train={"updates": 5, "max_staleness": 3},
+    )
+    assert place.launch("run", config, "--name", "stays") == 0, place.output()
+    run = place.run("stays")
+    summary = run.summary
+    assert_whole(summary)
+    assert summary["updates"] == summary["policy_version"] == 5
+    core_moves = [move for move in summary["moves"] if move["cell"] == 0 and move["to"] == "training"]
+    assert 1 <= len(core_moves) < 5, "the core never stayed in training across a batch"
+    assert_memory_is_handed_over(run)
+
+
+def assert_memory_is_handed_over(run):
+    """In training an engine holds nothing; in rollout a trainer holds nothing that it can do without."""
+    training = [e for e in run.events("role_reached") if e["state"] == "TRAINING"]
+    serving = [e for e in run.events("role_reached") if e["state"] == "ROLLOUT" and e["held"]]
+    assert {event["rank"] for event in training} == {0, 1}
+    for event in training:
+        assert event["held"]["engine_weights"] == event["held"]["engine_kv"] == 0, event
+    for event in serving:
+        held = event["held"]
+        assert held["engine_weights"] > 400_000 and held["engine_kv"] > 1_000_000, event
+        assert held["trainer_gradients"] == held["trainer_accumulators"] == 0, event
+        assert (held["trainer_weights"] > 0) == (event["rank"] == 0), event
+        assert (held["trainer_optimizer"] > 0) == (event["rank"] == 0), event
+
+
+def test_a_starved_batch_is_suspended_topped_up_and_finished(place, tmp_path):
+    config = tiny(tmp_path, scheduler={"batch_groups": 4, "lookahead": 0.0}, train={"updates": 2})
+    tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    for index in (1, 2):  # two groups of the first batch can never be trained on
+        tasks[index]["broken"] = True
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    assert place.launch("run", config, "--name", "starved") == 0, place.output()
+    run = place.run("starved")
+    summary = run.summary
+    assert_whole(summary)
+    assert summary["updates"] == 2
+    assert [e["update"] for e in run.events("update_suspended_for")][:1] == [1]
+    assert [e for e in run.events("quota_published") if e["reason"] == "top_up"]
+    groups = run.trained_groups()
+    assert len(groups) == len(set(groups)) == 8
+    assert not {1, 2} & set(groups)
+
+
+def test_ctrl_c_stops_everything_and_says_how_to_go_on(place, tmp_path):
+    config = tiny(tmp_path, train={"updates": 50})
+    process = place.start("run", config, "--name", "stopped")
+    run = place.run("stopped")
+    run.wait_for(lambda run: run.dir.commits())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "launch.py resume" in place.output()
+    assert run.events("run_ended")[-1]["how"] == "interrupted"
+    assert run.summary["executions"]["finished"] > 0
+
+
+def test_a_run_that_cannot_start_says_why_and_leaves_nothing(place, tmp_path):
+    config = tiny(tmp_path, engine={"args": {"no-such-flag": 1}})
+    assert place.launch("run", config, "--name", "failed") in (1, 2)
+    assert "no-such-flag" in place.output()
