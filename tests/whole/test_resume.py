@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.whole.support import Run, assert_whole, tiny
+from tests.whole.support import Run, tiny
 
 pytestmark = pytest.mark.whole
 
