@@ -78,11 +78,6 @@ class Accumulators:
             view.add_(parameter.grad.view_as(view))
             parameter.grad = None
 
-    def absorb_all(self) -> None:
-        """Move every gradient that is there."""
-        for parameter in self._parameters:
-            self.absorb(parameter)
-
     def hook(self) -> None:
         """Have every gradient moved as soon as it is complete, so that they are never all there at once."""
         for parameter in self._parameters:

@@ -114,8 +114,10 @@ def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
         "eps": 1e-8,
         "weight_decay": train.weight_decay,
         "torch_adam": True,  # no op is built
+        "fused": True,  # without temporaries of the size of the model
     }
-    zero: dict[str, Any] = {"stage": train.zero_stage}
+    # gradients never pass through DeepSpeed's buckets: what is set for each parameter is the sum of all cells
+    zero: dict[str, Any] = {"stage": train.zero_stage, "reduce_bucket_size": 1_000_000}
     if train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
@@ -148,6 +150,7 @@ class CoreModel(CellModel):
         )
         for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
             module._buffers.update(before)
+        self.accumulators.hook()
         self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
         self._open = False
 
@@ -156,7 +159,6 @@ class CoreModel(CellModel):
         self._open_window()
         loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
         self._engine.backward(loss, scale_wrt_gas=False)
-        self.accumulators.absorb_all()
         return statistics
 
     def _open_window(self) -> None:
@@ -183,6 +185,7 @@ class CoreModel(CellModel):
             gradient.mul_(clip_norm / norm)
         for parameter, view in zip(self.parameters, self.accumulators.flat.views, strict=True):
             safe_set_full_grad(parameter, view)
+        self.accumulators.flat.release()
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         return norm
