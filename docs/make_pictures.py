@@ -86,7 +86,7 @@ def _is_good(status: RunStatus, update: int) -> bool:
     serving = any(rank.state == "ROLLOUT" and rank.live for rank in cells)
     stream = status.stream
     current = status.scheduler.update == stream.update >= update and stream.claimed > 0
-    return current and training >= 2 and serving
+    return current and training > 0 and serving
 
 
 def record(run_dir: Path, update: int, name: str | None = None) -> None:
