@@ -45,9 +45,10 @@ def fork_server():
     from gyre.cell.engine_process import ZYGOTE_VARIABLE, start_server
 
     with tempfile.TemporaryDirectory(prefix="gyre-zygote-") as place, pytest.MonkeyPatch.context() as patch:
-        server = start_server(Path(place) / "socket", Path(place) / "log")
-        patch.setenv(ZYGOTE_VARIABLE, str(Path(place) / "socket"))
-        yield place
+        address = f"{place}/socket"
+        server = start_server(address, Path(place) / "log")
+        patch.setenv(ZYGOTE_VARIABLE, address)
+        yield address
         server.terminate()
         server.wait(30)
 

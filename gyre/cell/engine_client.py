@@ -27,6 +27,8 @@ CALL_SECONDS = 60.0
 LOAD_SECONDS = 600.0
 
 _LINE_LIMIT = 1 << 20
+_PATH_LIMIT = 107  # bytes of a Unix socket's path
+_SOCKET_NAME = 36  # bytes: vLLM's are UUIDs
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class EngineSettings:
 
     `model` is a directory; `max_context` and `slots` are in tokens and requests; `gpus` 0 runs on the CPU, more than
     one shards the model over them. `args` are further vLLM flags without their dashes, which win over Gyre's own.
+    `scratch` is a node-local directory. `fork_server` is a name that this run's engines on a node have in common: on
+    CPUs they are then forks of one process that has imported vLLM (also where GYRE_ZYGOTE has the address of one).
     """
 
     model: str
@@ -49,6 +53,7 @@ class EngineSettings:
     port: int = 0
     seed: int = 0
     scratch: str | None = None
+    fork_server: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
@@ -75,6 +80,13 @@ def environment(settings: EngineSettings) -> dict[str, str]:
     return env | ({} if settings.gpus else engine_process.cpu_environment()) | settings.env
 
 
+def _socket_directory(scratch: str | None) -> Path:
+    """A directory for the engine's temporary files, whose path leaves room for the names of Unix sockets."""
+    if scratch is not None and len(os.fsencode(scratch)) > _PATH_LIMIT - len("/gyre-engine-12345678/") - _SOCKET_NAME:
+        scratch = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="gyre-engine-", dir=scratch))
+
+
 class EngineProcess:
     """A running engine. Start it, wait until it is `ready`, and stop it always."""
 
@@ -93,23 +105,19 @@ class EngineProcess:
         self._output = -1
 
     @classmethod
-    async def start(cls, settings: EngineSettings, log_path: Path, shared: Path | None = None) -> EngineProcess:
-        """Start an engine, its output appended to `log_path`; returns at once (see `ready`).
-
-        On a CPU it is a fork of a process that has imported vLLM already, if GYRE_ZYGOTE names the socket of one, or if
-        `shared` is given: a short path that the run's ranks on this node have in common.
-        """
+    async def start(cls, settings: EngineSettings, log_path: Path) -> EngineProcess:
+        """Start an engine, its output appended to `log_path`; returns at once (see `ready`)."""
         engine = cls(settings, log_path)
         engine._output = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        engine._directory = Path(tempfile.mkdtemp(prefix="gyre-engine-", dir=settings.scratch))
+        engine._directory = _socket_directory(settings.scratch)
         engine._ready = asyncio.get_running_loop().create_future()
         engine._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {settings.secret}"}, timeout=aiohttp.ClientTimeout(total=None)
         )
-        engine._reading = asyncio.create_task(engine._live(shared), name="read engine")
+        engine._reading = asyncio.create_task(engine._live(), name="read engine")
         return engine
 
-    async def _live(self, shared: Path | None) -> None:
+    async def _live(self) -> None:
         """Start the process, and follow its own words until its end."""
         assert self._ready is not None
         ours, theirs = socket.socketpair()
@@ -121,7 +129,10 @@ class EngineProcess:
             with theirs:
                 if not self.settings.gpus:
                     self._tell("waiting for the fork server of this node")
-                    self._process = await engine_process.forked(env, theirs, self._output, shared)
+                    server_log = self.log_path.with_name(f"zygote-{socket.gethostname()}.log")
+                    self._process = await engine_process.forked(
+                        env, theirs, self._output, self.settings.fork_server, server_log
+                    )
                 self._process = self._process or await engine_process.own(env, theirs, self._output)
             self._writer.write(self.settings.encode().encode() + b"\n")
             await self._read(reader)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,15 +14,13 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from gyre.cell.zygote import PACKET, fixed
+from gyre.cell.zygote import PACKET, fixed, listen, peer_user, system_address
 from gyre.errors import EXIT_FAULT
 
 log = logging.getLogger(__name__)
 
-#: Unix socket of a fork server that outlives runs (a test session's); it wins over a run's own.
+#: Address of a fork server that outlives runs (a test session's); it wins over a run's own.
 ZYGOTE_VARIABLE = "GYRE_ZYGOTE"
-
-_PATH_LIMIT = 100  # bytes that the system allows a Unix socket's path, roughly
 
 # Fork servers that this process started, and their sockets: they end when these close, at the latest with it.
 _servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
@@ -62,70 +59,63 @@ async def own(environment: dict[str, str], sock: socket.socket, output: int) -> 
     )
 
 
-async def forked(environment: dict[str, str], sock: socket.socket, output: int, shared: Path | None) -> Process | None:
+async def forked(
+    environment: dict[str, str], sock: socket.socket, output: int, name: str | None, log_path: Path
+) -> Process | None:
     """Have a fork server make an engine; None where there is none that could.
 
-    The server is that of GYRE_ZYGOTE, else the one of `shared`, a directory that the run's ranks on this node have in
-    common; whoever is first starts it there.
+    The server is that of GYRE_ZYGOTE, else the one called `name` on this node, which whoever asks first starts, with
+    its output in `log_path`.
     """
-    path = os.environ.get(ZYGOTE_VARIABLE)
+    address = os.environ.get(ZYGOTE_VARIABLE)
     try:
-        if path:
-            server = await _connect(Path(path))
-        elif shared is not None:
-            server = await _shared_server(shared)
-        else:
-            return None
-        return await _fork(server, environment, sock, output)
+        if address:
+            return await _fork(await _connect(address), environment, sock, output)
+        if name:
+            return await _fork(await _named_server(f"@gyre-{os.getuid()}-{name}", log_path), environment, sock, output)
     except (OSError, ValueError) as error:
         log.warning("no fork server (%s: %s); the engine starts on its own", type(error).__name__, error)
-        return None
+    return None
 
 
-async def _connect(path: Path) -> socket.socket:
+async def _connect(address: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(server, str(path))
+        await asyncio.get_running_loop().sock_connect(server, system_address(address))
+        if peer_user(server) != os.getuid():  # it would be told this run's secrets
+            raise OSError(f"{address} belongs to another user")
     except BaseException:
         server.close()
         raise
     return server
 
 
-async def _shared_server(shared: Path) -> socket.socket:
-    path = shared / "zygote.sock"
-    if len(os.fsencode(path)) > _PATH_LIMIT:
-        raise OSError(f"{path} is too long for a socket")
-    while True:
-        try:
-            return await _connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            _start_if_first(shared, path)
-            await asyncio.sleep(0.1)
+async def _named_server(address: str, log_path: Path) -> socket.socket:
+    """Connect to a server, and start it if it is not there: its name is taken by one only."""
+    try:
+        return await _connect(address)
+    except ConnectionRefusedError:
+        with contextlib.suppress(OSError):
+            start_server(address, log_path)
+        return await _connect(address)
 
 
-def _start_if_first(shared: Path, path: Path) -> None:
-    """Start the fork server unless another rank does; the server holds the lock as long as it lives."""
-    with open(shared / "zygote.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return
-        start_server(path, shared / "zygote.log", (lock.fileno(),))
+def start_server(address: str, log_path: Path) -> subprocess.Popen[bytes]:
+    """Start a fork server at a path or a ``@name``; it ends with this process.
 
-
-def start_server(path: Path, log_path: Path, keep: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """Start a fork server at a Unix socket; it ends with this process, and inherits the descriptors `keep`."""
+    Raises:
+        OSError: another server is there.
+    """
     ours, theirs = socket.socketpair()
-    with theirs, open(log_path, "ab") as output:
+    with theirs, listen(address) as listener, open(log_path, "ab") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "gyre.cell.zygote", str(path)],
+            [sys.executable, "-m", "gyre.cell.zygote", str(listener.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **cpu_environment(), "GYRE_CHILD_FD": str(theirs.fileno())},
-            pass_fds=(theirs.fileno(), *keep),
+            pass_fds=(theirs.fileno(), listener.fileno()),
             start_new_session=True,
         )
     _servers.append((server, ours))

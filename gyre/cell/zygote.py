@@ -6,7 +6,7 @@ pair and its log over a Unix socket, and the engine ends when that pair closes. 
 supervisor and ends with it; engines that are running then go on.
 
 A conversation on the Unix socket: the server says {"environment": ...}, the client sends {"environment": ...} with the
-two descriptors, the server answers {"pid": n} and, when the engine has ended, {"code": n}.
+two descriptors, the server answers {"pid": n} and, when the engine has ended, {"code": n}. Other users get no word.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -43,6 +44,42 @@ def fixed(environment: dict[str, str]) -> dict[str, str]:
     return {name: environment.get(name, "") for name in FIXED} | {"python": sys.executable}
 
 
+def listen(address: str) -> socket.socket:
+    """A socket for a fork server: at a path, or under a name of the system (``@name``), which no file stands for.
+
+    Raises:
+        OSError: another server is there.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(system_address(address))
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(previous)
+    return listener
+
+
+def system_address(address: str) -> str:
+    """An address as the system writes it."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def bound_path(listener: socket.socket) -> Path | None:
+    """The file of a listening socket, if it has one."""
+    name = listener.getsockname()
+    return Path(name) if isinstance(name, str) and name else None
+
+
+def peer_user(connected: socket.socket) -> int:
+    """The user at the other side."""
+    size = struct.calcsize("3i")
+    return struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+
+
 class _Engine:
     """A forked engine and the client that asked for it."""
 
@@ -54,16 +91,8 @@ class _Engine:
 class Zygote:
     """Serves forks; single-threaded, because a fork takes only the thread that makes it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        previous = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(previous)
-        self._listener.listen(64)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._engines: dict[int, _Engine] = {}
         self._waiting: set[socket.socket] = set()
@@ -85,13 +114,17 @@ class Zygote:
         while not self._stopped:
             for key, _ in self._selector.select():
                 key.data()
-        self._path.unlink(missing_ok=True)
+        if name := bound_path(self._listener):
+            name.unlink(missing_ok=True)
 
     def _stop(self, *_: Any) -> None:
         self._stopped = True
 
     def _greet(self) -> None:
         client, _ = self._listener.accept()
+        if peer_user(client) != os.getuid():
+            client.close()
+            return
         self._waiting.add(client)
         with contextlib.suppress(OSError):
             client.send(json.dumps({"environment": fixed(dict(os.environ))}).encode())
@@ -186,7 +219,7 @@ def load() -> None:
 
 
 def main() -> int:
-    """`python -m gyre.cell.zygote SOCKET`: import, then serve."""
+    """`python -m gyre.cell.zygote ADDRESS`, or the descriptor of a listening socket: import, then serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     descriptor = os.environ.pop("GYRE_CHILD_FD", None)
     parent = None
@@ -197,7 +230,8 @@ def main() -> int:
         with contextlib.suppress(BlockingIOError):  # has it gone before the line above?
             parent.recv(1)
             return EXIT_FAULT
-    zygote = Zygote(Path(sys.argv[1]))
+    place = sys.argv[1]
+    zygote = Zygote(socket.socket(fileno=int(place)) if place.isdigit() else listen(place))
     log.info("importing vLLM")
     load()
     log.info("ready, with %d thread(s)", threading.active_count())
