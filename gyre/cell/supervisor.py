@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -55,6 +56,15 @@ def device_environment(context: RankContext) -> dict[str, str]:
     return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
 
+def _fork_server(context: RankContext) -> str | None:
+    """The name under which this run's engines on this node share their imports, where there are several on CPUs."""
+    cells = context.config.cells
+    if cells.gpus or cells.count + cells.standalone == 1:
+        return None
+    attempt = context.scratch.name.rpartition("-")[0]  # of its rank
+    return f"{attempt}-{os.environ.get('SLURMD_NODENAME', 'local')}"
+
+
 def engine_settings(context: RankContext, model: Path) -> EngineSettings:
     """What a cell's engine is started with."""
     config = context.config
@@ -70,6 +80,7 @@ def engine_settings(context: RankContext, model: Path) -> EngineSettings:
         port=node.port(config, "engine", context.rank),
         seed=config.seed,
         scratch=str(context.scratch),
+        fork_server=_fork_server(context),
         args=config.engine.args,
         env=device_environment(context) | config.engine.env,
     )
