@@ -132,7 +132,8 @@ class OrderRole(Command):
     """Order a cell to a role: {"order": "role", epoch, target, version, snapshot}.
 
     target: "training" or "rollout". For rollout, `version` (its weights are `snapshot`) is to be loaded and verified
-    before the cell serves. It may reach the cell in any state: the latest order counts.
+    before the cell serves. It may reach the cell in any state: the latest order counts, and one that finds the cell
+    still ending its part in an update is obeyed when that has ended.
     """
 
     rank: int

@@ -56,7 +56,6 @@ class Cell:
     routed: bool = False
     syncing: bool = False
     job: int | None = None  # update it was ordered into and has not ended
-    leaving: bool = False  # goes back to rollout when its job has ended
 
     @property
     def member(self) -> Member:
@@ -126,7 +125,7 @@ class Fleet:
         cell.epoch += 1
         cell.floor = cell.epoch
         cell.up, cell.lost, cell.state, cell.version, cell.goal = False, lost, state, -1, ROLLOUT
-        cell.job, cell.leaving, cell.syncing = None, False, False
+        cell.job, cell.syncing = None, False
         self.bound.discard(cell.rank)
         self.unready.discard(cell.rank)
         self.lives.pop(cell.rank, None)
@@ -206,12 +205,15 @@ class Fleet:
         self._order(cell, ROLLOUT, reason, [move.n for move in moves])
 
     def order_rollout(self, cell: Cell, reason: str) -> None:
-        """Order a cell to the current policy and to rollout, from whatever it does."""
+        """Order a cell to the current policy and to rollout, from whatever it does.
+
+        A cell whose part in an update is ending obeys when it has ended; there is nothing to wait for here.
+        """
         source = cell.goal if cell.goal == TRAINING else cell.state.lower()
         if cell.state is State.ROLLOUT:
             cell.state = State.DRAINING  # ordered away, which it has not answered yet; its next ROLLOUT is news
         cell.epoch += 1
-        cell.goal, cell.leaving = ROLLOUT, False
+        cell.goal, cell.job = ROLLOUT, None
         self.bound.add(cell.rank)
         self._left_training(cell)
         self._order(cell, source, reason, [])
@@ -220,14 +222,6 @@ class Fleet:
         snapshot = self.published * self._settings.updates_per_batch
         self._emit(Log(MoveStarted(cell.rank, cell.epoch, source, cell.goal, reason, rerouted)))
         self._emit(OrderRole(cell.rank, cell.incarnation, cell.epoch, cell.goal, self.published, snapshot))
-
-    def give_back(self, cell: Cell, reason: str) -> None:
-        """Order a cell in training back to rollout as soon as its part in an update, if any, has ended; the core
-        last (`rules.leave`)."""
-        if cell.job is None and cell.rank != 0:
-            self.order_rollout(cell, reason)
-        else:
-            cell.leaving = True
 
     def reached(self, event: RoleReached) -> bool:
         """A cell entered a state; False if that is no news."""

@@ -146,11 +146,11 @@ def begin_burst(state: SchedulerState, now: float) -> None:
     stay = state.policy.keep_core(replace(view(state, now), next_quota=next_quota, others=fleet.others))
     say(state, 0, Decision(not stay.yes, f"burst: {stay.code}", stay.reason), ("stays in training", "goes back"))
     dispatch(state, quota, "burst")
-    for rank in sorted(fleet.training, reverse=True):
+    for rank in reversed(fleet.training):
         if rank != 0:
-            give_back(state, fleet.cells[rank], f"the burst of batch {state.batch.number - 1} is over")
+            order_back(state, fleet.cells[rank], f"the burst of batch {state.batch.number - 1} is over")
     if not stay.yes:
-        give_back(state, fleet.core, stay.reason)  # when the others have left
+        order_back(state, fleet.core, stay.reason)
 
 
 def drop_stale(state: SchedulerState) -> None:
@@ -204,18 +204,9 @@ def suspended(state: SchedulerState, now: float) -> bool:
     if update.phase is not Phase.SUSPENDING or update.joined or update.joining is not None:
         return False
     update.phase, update.closed = Phase.SUSPENDED, False
-    for rank in sorted(fleet.training, reverse=True):
+    for rank in reversed(fleet.training):
         if rank != 0:
-            give_back(state, fleet.cells[rank], f"update {update.number} is suspended")
-    return True
-
-
-def leave(state: SchedulerState, now: float) -> bool:
-    """A core that is to go back does so when it is the last cell in training."""
-    core = state.fleet.core
-    if not core.leaving or core.job is not None or state.fleet.training != [0]:
-        return False
-    order_back(state, core, "the burst is over")
+            order_back(state, fleet.cells[rank], f"update {update.number} is suspended")
     return True
 
 
@@ -278,7 +269,7 @@ def build_groups(state: SchedulerState, now: float) -> bool:
 def open_update(state: SchedulerState, now: float) -> bool:
     """The core is in training and idle: order it into the update, or back into the suspended one."""
     update, core = state.update, state.fleet.core
-    if core.goal != TRAINING or core.leaving or core.state is not State.TRAINING or core.job is not None:
+    if core.goal != TRAINING or core.state is not State.TRAINING or core.job is not None:
         return False
     if update.phase not in (Phase.WAITING, Phase.SUSPENDED) or not state.generation.usable or state.finishing:
         return False
@@ -303,7 +294,7 @@ def join(state: SchedulerState, now: float) -> bool:
     if not update.joinable or update.joining is not None or position >= generation.usable:
         return False
     cell = state.fleet.cells[generation.ranks[position]]
-    if cell.goal != TRAINING or cell.leaving or cell.state is not State.TRAINING or cell.job is not None:
+    if cell.goal != TRAINING or cell.state is not State.TRAINING or cell.job is not None:
         return False
     update.joining = cell.rank
     train(state, cell)
@@ -344,8 +335,6 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
         cell = fleet.core
         if update.phase not in (Phase.WAITING, Phase.SUSPENDED):
             return None, _no(update.phase, f"update {update.number} is {update.phase}")
-    elif fleet.core.leaving:
-        return None, _no("leaving", "the core goes back to rollout")
     elif update.phase is Phase.SUSPENDED:
         return None, None
     elif update.phase in (Phase.SUSPENDING, Phase.COMMITTING):
@@ -381,7 +370,6 @@ RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
     end_run,
     suspend,
     suspended,
-    leave,
     leave_if_only_capacity,
     top_up,
     build_groups,
@@ -410,14 +398,8 @@ def view(state: SchedulerState, now: float, cell: Cell | None = None) -> View:
     )
 
 
-def give_back(state: SchedulerState, cell: Cell, reason: str) -> None:
-    """A cell goes back to rollout when its part in an update has ended."""
-    state.fleet.give_back(cell, reason)
-    state.generation.shrink()
-
-
 def order_back(state: SchedulerState, cell: Cell, reason: str) -> None:
-    """A cell without a part in an update goes back to rollout now."""
+    """A cell goes back to rollout."""
     state.fleet.order_rollout(cell, reason)
     state.generation.shrink()
 

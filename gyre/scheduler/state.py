@@ -297,8 +297,6 @@ class SchedulerState:
         elif self.fleet.moving == cell.rank:
             self.fleet.moving = None
         cell.job = None
-        if cell.leaving:
-            rules.order_back(self, cell, f"its part in update {event.update} is over")
 
     def _part_failed(self, cell: Cell, event: TrainingEnded) -> None:
         """A member that failed is barred for good as this incarnation, so it has to start again to be of any use."""

@@ -223,6 +223,9 @@ class CellSim:
             if not stream.open or stream.window != order.position or stream.over or stream.suspended:
                 self.say(e.TrainingEnded(self.rank, self.incarnation, order.update, "missed"))
                 return
+            if member in stream.barred:
+                self.say(e.TrainingEnded(self.rank, self.incarnation, order.update, "failed"))
+                return
             stream.window += 1
             self.say(e.CellJoined(self.rank, order.update, order.position))
         stream.claims[member] = set()
@@ -524,16 +527,19 @@ class World:
                 for member in command.members:
                     self.cells[member.rank].order(command, member.incarnation)
             case c.Supersede():
-                sim = self.rank(command.rank)
-                if sim.alive and sim.incarnation == command.incarnation:
-                    sim.die()
-                    self.after(self.random.uniform(1, 20), lambda: None if sim.alive else sim.start())
+                self.after(self.random.uniform(0, 5), lambda: self._supersede(command))
             case c.PublishPolicy():
                 assert command.version == self.version  # 15: committed before it is published
             case c.EndRun():
                 self.ended = command
             case _:
                 self._feeder(command)
+
+    def _supersede(self, command: c.Supersede) -> None:
+        sim = self.rank(command.rank)
+        if sim.alive and sim.incarnation == command.incarnation:
+            sim.die()
+            self.after(self.random.uniform(1, 20), lambda: None if sim.alive else sim.start())
 
     def _grant(self, command: c.Grant) -> None:
         self.p = self.p if command.p is None else command.p
