@@ -471,6 +471,22 @@ def test_settings_that_a_fork_cannot_have_start_an_engine_of_its_own(tiny, tmp_p
     asyncio.run(scenario())
 
 
+def test_an_engine_whose_core_died_ends_with_a_fault(tiny, tmp_path, fork_server):
+    async def scenario():
+        engine = await EngineProcess.start(settings(tiny), tmp_path / "engine.log")
+        try:
+            await engine.ready(180)
+            (core,) = psutil.Process(engine.pid).children()
+            core.kill()
+            assert await asyncio.wait_for(engine.wait(), 30) == 1
+            with pytest.raises(ChildFailed):
+                await engine.status()
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_stopping_leaves_no_process_no_memory_and_no_socket(engine):
     processes = family(engine.process.pid)
     directory = engine.process._directory
