@@ -138,6 +138,7 @@ async def supervise(context: RankContext) -> int:
         loop.add_signal_handler(number, interrupted.set)
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, context.scratch, ignore_errors=True)
+        os.environ["TMPDIR"] = str(context.scratch)  # what libraries of the children put there goes with it
         coordinator = Coordinator(context) if context.rank == 0 else None
         if coordinator:
             stack.push_async_callback(coordinator.stop)

@@ -341,7 +341,11 @@ class CellSupervisor:
         context = self._context
         self._status.state, self._status.since, self._status.fraction = state.value, now, None
         self._status.doing = detail or state.value.lower()
-        self._report(RoleReached(context.rank, context.incarnation, self._epoch, state.value, seconds, version, detail))
+        self._report(
+            RoleReached(
+                context.rank, context.incarnation, self._epoch, state.value, seconds, version, detail, held or {}
+            )
+        )
 
     async def _to_training(self) -> None:
         self._enter(State.DRAINING)

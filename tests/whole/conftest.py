@@ -11,5 +11,5 @@ def place(tmp_path):
     here = Place(tmp_path / "p")
     yield here
     left = here.leftovers()
-    here.close()
+    here.kill_everything()
     assert not left

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -148,11 +147,6 @@ class Place:
     def _ours(self, path: Path) -> bool:
         """Whether shared memory is of a run from here: other tests may run beside this one."""
         return path.name.startswith("gyre-") and any(run.name in path.name for run in (self.path / "logs").iterdir())
-
-    def close(self) -> None:
-        """Throw it away."""
-        self.kill_everything()
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Run:
