@@ -133,7 +133,8 @@ class OrderRole(Command):
 
     target: "training" or "rollout". For rollout, `version` (its weights are `snapshot`) is to be loaded and verified
     before the cell serves. It may reach the cell in any state: the latest order counts, and one that finds the cell
-    still ending its part in an update is obeyed when that has ended.
+    still ending its part in an update is obeyed when that has ended. A cell that is in ROLLOUT already loads the
+    version where it differs, and reports ROLLOUT again, now under this epoch.
     """
 
     rank: int

@@ -195,6 +195,12 @@ class CellSim:
         if self.machine.state is State.DRAINING:
             self.enter(State.ROLLOUT, self.version)
             return
+        if self.machine.state is State.ROLLOUT:  # it has restarted and come back under an earlier order
+            yield self.pause(0.2, 2)
+            if self.machine.state is State.ROLLOUT:
+                self.version = version
+                self.enter(State.ROLLOUT, version)
+            return
         if self.machine.state in (State.TRAINING, State.RELEASING):
             self.enter(State.RESTORING)
             yield self.pause(0.5, 4)
