@@ -174,6 +174,7 @@ class SchedulerLoop:
             case c.Close():
                 self._close(command)
             case c.Finished():
+                self._raise("p", command.p)
                 self._raise("f", command.f)
                 if command.engine in self._incarnations:
                     self._order_rank(
@@ -210,7 +211,7 @@ class SchedulerLoop:
             case c.ResumeUpdate():
                 await self._feeder("resume", update=command.update)
             case c.CloseShort():
-                await self._feeder("close_short", update=command.update)
+                await self._feeder("close_short", update=command.update, groups=command.groups)
             case c.BarMember():
                 await self._feeder("bar", rank=command.rank, incarnation=command.incarnation)
             case _:

@@ -8,7 +8,7 @@ directory, and an HTTP interface for trainers. Operations:
 start(secret, address, port=0, trained=[groups trained by earlier attempts' commits]) -> {"url"}
 feed(group, executions, policy)      a ready group, in the order of training; -> {"rows", "tokens", "reward"}
 drop(group)                          -> {"dropped"}: false where it is taken already
-begin(update, groups) ; suspend(update) ; resume(update) ; close_short(update) -> {"groups"}
+begin(update, groups) ; suspend(update) ; resume(update) ; close_short(update, groups?) -> {"groups"}
 bar(rank, incarnation)               -> {"returned": {update: micro-steps}}
 committed(update)                    forget the micro-steps up to this update
 stop()                               stop serving
@@ -149,9 +149,9 @@ class Feeder:
         self._supply.resume(update)
         self._wake()
 
-    async def close_short(self, update: int) -> dict[str, Any]:
+    async def close_short(self, update: int, groups: int | None = None) -> dict[str, Any]:
         """Let an update end with the groups it has."""
-        groups = self._supply.close_short(update)
+        groups = self._supply.close_short(update, groups)
         self._wake()
         self._tell(update)
         return {"groups": groups}

@@ -124,10 +124,10 @@ class Supply:
         """Go on after a suspension."""
         self.stream(update).suspended = False
 
-    def close_short(self, update: int) -> int:
-        """Take no further group; returns how many it has."""
+    def close_short(self, update: int, groups: int | None = None) -> int:
+        """Take `groups` groups altogether, or no further one where it is None; returns how many that makes."""
         stream = self.stream(update)
-        stream.groups = len(stream.taken)
+        stream.groups = max(len(stream.taken), groups or 0)
         return stream.groups
 
     def committed(self, update: int) -> None:
