@@ -16,7 +16,7 @@ from pathlib import Path
 from gyre import config as configuration
 from gyre.config import Config
 from gyre.errors import StoreLost, Superseded
-from gyre.launch import node
+from gyre.launch import check, node
 from gyre.launch.identity import Identity
 from gyre.launch.plan import Layout
 from gyre.run_dir import RunDir, read_json, write_atomic
@@ -105,10 +105,11 @@ def begin(run_dir: RunDir, identity: Identity, stack: ExitStack) -> RankContext:
     """Rank 0: lock the run, number the attempt, serve its store and write the rendezvous.
 
     Raises:
-        UserError: another attempt of this run is alive.
+        UserError: another attempt of this run is alive, or the ranks are not those that the configuration needs.
     """
     stack.enter_context(run_dir.locked())
     config = configuration.load(run_dir.config)
+    check.world(config, identity)
     attempt = run_dir.next_attempt()
     address = node.address(config, identity)
     store = Store.host(store_prefix(run_dir, attempt), address, node.port(config, "store"))
