@@ -231,7 +231,7 @@ def _ranks(status: RunStatus, picture: Picture, width: int, height: int, glyphs:
         grid.add_row(*_rank_cells(picture, rank, wide, glyphs))
     if hidden:
         cells = [rank for rank in hidden if rank.kind != "host"]
-        grid.add_row(f"+ {len(hidden)}", "", _slots(cells, False, glyphs), _counted(hidden), style="dim")
+        grid.add_row(f"+ {len(hidden)}", "", _slots(cells, picture.config, False, glyphs), _counted(hidden), style="dim")
     return grid
 
 
@@ -240,9 +240,10 @@ def _counted(ranks: Sequence[RankStatus]) -> str:
     return ", ".join(f"{sum(r.state == s for r in ranks)} {s}" for s in states)
 
 
-def _slots(ranks: Sequence[RankStatus], wide: bool, glyphs: Glyphs) -> Text:
-    """Live requests or executions against room for them."""
-    live, slots = sum(r.live for r in ranks), sum(r.slots for r in ranks)
+def _slots(ranks: Sequence[RankStatus], config: Config, wide: bool, glyphs: Glyphs) -> Text:
+    """Live requests or executions against room for them; a cell has room in rollout only."""
+    live = sum(r.live for r in ranks)
+    slots = sum(r.slots if r.kind == "host" else config.cells.slots * (r.state == "ROLLOUT") for r in ranks)
     if not slots:
         return Text(str(live) if live else "-", "default" if live else "bright_black")
     text = bar([(live, glyphs.full, "green")], slots, 6, glyphs) if wide else Text()
@@ -259,7 +260,7 @@ def _rank_cells(picture: Picture, rank: RankStatus, wide: bool, glyphs: Glyphs) 
     cells: list[RenderableType] = [
         Text(name.get(rank.kind, str(rank.rank))),
         Text(rank.state, _STATE_STYLE.get(rank.state, "yellow")),
-        _slots([rank], wide, glyphs),
+        _slots([rank], picture.config, wide, glyphs),
         doing,
     ]
     if wide:
