@@ -231,7 +231,9 @@ def _ranks(status: RunStatus, picture: Picture, width: int, height: int, glyphs:
         grid.add_row(*_rank_cells(picture, rank, wide, glyphs))
     if hidden:
         cells = [rank for rank in hidden if rank.kind != "host"]
-        grid.add_row(f"+ {len(hidden)}", "", _slots(cells, picture.config, False, glyphs), _counted(hidden), style="dim")
+        grid.add_row(
+            f"+ {len(hidden)}", "", _slots(cells, picture.config, False, glyphs), _counted(hidden), style="dim"
+        )
     return grid
 
 
