@@ -32,7 +32,7 @@ from gyre.events import (
 from gyre.launch import node
 from gyre.metrics import RunMetrics
 from gyre.plain import PlainReporter
-from gyre.report import write_summary
+from gyre.report import report, write_summary
 from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
 from gyre.scheduler.loop import SchedulerLoop, closed_event
 from gyre.scheduler.settings import Settings
@@ -68,6 +68,7 @@ class Coordinator:
         self._usage = UsageMeter(context.layout.engines, self._started)
         self._status = RunStatus(name=context.run_dir.name, started=self._started, attempt=context.attempt)
         self._stream = StreamStatus()
+        self._ending = False
         self._inbox = context.store.inbox("reports")
         self._loop: SchedulerLoop | None = None
         self._feeder: Child | None = None
@@ -206,15 +207,17 @@ class Coordinator:
                 await self._end("failed", f"{type(error).__name__}: {error}", EXIT_FAULT)
 
     async def _end(self, how: str, detail: str, code: int | None) -> None:
-        if self._status.final:
+        if self._ending:
             return
+        self._ending = True
         log.info("the attempt ends: %s %s", how, detail)
         self._record(self._usage.event(time.time()))
         self._record(RunEnded(how, detail))
-        self._status.state, self._status.detail = how, detail
-        self._write_status()
         self._plain.flush()
         write_summary(self._context.run_dir)
+        print(report(self._context.run_dir.path), flush=True)
+        self._status.state, self._status.detail = how, detail
+        self._write_status()
         if code is not None:
             self._context.store.set("stop", f"{code}:{how}")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,10 +21,12 @@ from typing import Any
 
 from gyre import models
 from gyre.attempt import RankContext
-from gyre.cell.engine_client import EngineProcess, EngineSettings
+from gyre.cell.effort import Effort
+from gyre.cell.engine_client import EngineProcess
 from gyre.cell.machine import Machine, State
+from gyre.cell.settings import device_environment, engine_settings
 from gyre.child import Child
-from gyre.errors import ChildFailed, GyreError, Superseded, WeightsMismatch
+from gyre.errors import ChildFailed, GyreError, WeightsMismatch
 from gyre.events import (
     CellJoined,
     Event,
@@ -37,7 +38,6 @@ from gyre.events import (
     UpdateDone,
     UpdateOpened,
 )
-from gyre.launch import node
 from gyre.status import RankStatus
 from gyre.training import snapshots
 
@@ -48,92 +48,6 @@ STATUS_SECONDS = 1.0
 #: A child that fails a call because it dies is known to be dead after this time.
 DEATH_SECONDS = 1.0
 Order = dict[str, Any]
-
-
-def device_environment(context: RankContext) -> dict[str, str]:
-    """Environment that gives a child its cell's GPUs and no others."""
-    visible = node.devices(context.config, context.identity, engine=True)
-    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-
-
-def _fork_server(context: RankContext) -> str | None:
-    """The name under which this run's engines on this node share their imports, where there are several on CPUs."""
-    cells = context.config.cells
-    if cells.gpus or cells.count + cells.standalone == 1:
-        return None
-    attempt = context.scratch.name.rpartition("-")[0]  # of its rank
-    return f"{attempt}-{os.environ.get('SLURMD_NODENAME', 'local')}"
-
-
-def engine_settings(context: RankContext, model: Path) -> EngineSettings:
-    """What a cell's engine is started with."""
-    config = context.config
-    return EngineSettings(
-        model=str(model),
-        secret=context.secret,
-        rank=context.rank,
-        dtype=config.model.dtype,
-        max_context=config.model.max_context,
-        slots=config.cells.slots,
-        gpus=config.cells.gpus,
-        host=context.address,
-        port=node.port(config, "engine", context.rank),
-        seed=config.seed,
-        scratch=str(context.scratch),
-        fork_server=_fork_server(context),
-        args=config.engine.args,
-        env=device_environment(context) | config.engine.env,
-    )
-
-
-class Effort:
-    """What a trainer did over all its updates, added up from its events."""
-
-    #: Stages of an update in which the trainer works; while training, only the computing of micro-steps counts.
-    WORKING = ("reducing", "stepping", "writing")
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.micro_steps = 0  # of the present update
-        self._seconds = self._tokens = 0.0  # of stages and updates that are over
-        self._computed = self._update_tokens = 0.0  # of the present update
-        self._stage = ""
-        self._since = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Time spent computing, reducing, stepping and writing weights."""
-        return self._seconds + self._computed
-
-    @property
-    def tokens(self) -> int:
-        """Tokens trained on."""
-        return int(self._tokens + self._update_tokens)
-
-    def take(self, event: dict[str, Any], now: float) -> None:
-        """Take in a `progress` or `stage` event; `now` is monotonic."""
-        if event["type"] == "stage":
-            self._leave_stage(now)
-            self._stage = event["stage"]
-            self.text = f"update {event['update']}: {self._stage}"
-            return
-        self.micro_steps = event["micro_steps"]
-        self._update_tokens, self._computed = event["tokens"], event["seconds"]
-        self.text = f"update {event['update']}: {self.micro_steps} micro-steps done"
-
-    def end(self, now: float) -> None:
-        """The part in the present update is over."""
-        self._leave_stage(now)
-        self._stage = ""
-        self._seconds += self._computed
-        self._tokens += self._update_tokens
-        self._computed = self._update_tokens = 0.0
-        self.micro_steps = 0
-
-    def _leave_stage(self, now: float) -> None:
-        if self._stage in self.WORKING:
-            self._seconds += now - self._since
-        self._since = now
 
 
 class CellSupervisor:
@@ -151,6 +65,8 @@ class CellSupervisor:
         self._engine: EngineProcess | None = None
         self._trainer: Child | None = None
         self._awake = True  # the engine holds its memory
+        self._engine_up = asyncio.Event()
+        self._engine_needed = asyncio.Event()  # the trainer is parked, and rollout comes next
         self._checksum = ""  # of the weights the core began with
         self._effort = Effort()
         self._status = RankStatus(
@@ -184,6 +100,7 @@ class CellSupervisor:
         self._engine = await EngineProcess.start(engine_settings(context, self._model), context.log("engine"))
         await self._engine.ready(context.config.engine.start_timeout, lambda what: self._progress(f"engine: {what}"))
         self._awake = True
+        self._engine_up.set()
 
     async def _start_trainer(self) -> None:
         if self._kind == "standalone":
@@ -245,13 +162,21 @@ class CellSupervisor:
         raise ChildFailed(f"the trainer ended with {code}; see {self._context.log('trainer')}")
 
     async def _watch_engine(self) -> None:
-        """Restart an engine that died; it serves nobody before the scheduler has ordered it to the current weights."""
+        """Restart an engine that died; it serves nobody before the scheduler has ordered it to the current weights.
+
+        While the cell trains, the device memory is the trainer's: the engine comes back when it is needed.
+        """
         while True:
             code = await self._engine.wait()
-            log.error("the engine ended with %s", code)
-            if self._machine.state is not State.TRAINING:
+            self._engine_up.clear()
+            log.error("the engine ended with %s; see %s", code, self._engine.log_path)
+            if self._machine.state is State.TRAINING:
+                await self._engine_needed.wait()
+            else:
                 self._enter(State.FAILED, f"the engine ended with {code}")
                 self._enter(State.RESTARTING)
+                if self._trainer:
+                    await self._trainer.call("park")
             await self._engine.stop()
             await self._start_engine()
             if self._machine.state is State.RESTARTING:
@@ -293,6 +218,10 @@ class CellSupervisor:
                 log.info("ignored an order of epoch %s in epoch %s: %s", order["epoch"], self._epoch, order)
                 continue
             self._epoch = order["epoch"]
+            if order["order"] in ("role", "sync") and self._machine.state in (State.FAILED, State.RESTARTING):
+                if not self._engine_up.is_set():  # another one will follow when the scheduler hears that it is back
+                    log.info("ignored an order to an engine that is down: %s", order)
+                    continue
             try:
                 await self._obey(order)
             except WeightsMismatch as error:
@@ -320,7 +249,7 @@ class CellSupervisor:
             case "groups":
                 await self._build_groups(order["generation"], order["ranks"])
             case "leave":
-                raise Superseded(f"rank {self._context.rank}: the scheduler counts this incarnation as lost")
+                raise ChildFailed(f"the scheduler counts this incarnation of rank {self._context.rank} as lost")
             case unknown:
                 raise GyreError(f"unknown order {unknown!r}")
 
@@ -357,19 +286,30 @@ class CellSupervisor:
         self._enter(State.TRAINING, held=await self._held())
 
     async def _to_rollout(self, version: int, snapshot: int) -> None:
-        if self._machine.state is State.TRAINING:
-            self._enter(State.RESTORING)
-            await self._trainer.call("park")
-        if not self._awake:
-            await self._engine.wake(["weights"])
-        self._enter(State.SYNCING)
-        await self._load(snapshot)
-        if not self._awake:
-            await self._engine.wake(["kv_cache"])
-            self._awake = True
+        if self._machine.state is State.ROLLOUT:  # a later order found it there already
+            await self._engine.hold()
+            await self._load(snapshot)
+        else:
+            await self._restore()
+            self._enter(State.SYNCING)
+            await self._load(snapshot)
+            if not self._awake:
+                await self._engine.wake(["kv_cache"])
+                self._awake = True
         await self._engine.open(self._epoch, version)
         self._status.version = version
         self._enter(State.ROLLOUT, "serving", version, await self._held())
+
+    async def _restore(self) -> None:
+        """Take the device memory from the trainer and give the engine what its weights need."""
+        if self._machine.state is State.TRAINING:
+            self._enter(State.RESTORING)
+            await self._trainer.call("park")
+            self._engine_needed.set()
+            await self._engine_up.wait()
+            self._engine_needed.clear()
+        if not self._awake:
+            await self._engine.wake(["weights"])
 
     async def _sync(self, version: int, snapshot: int) -> None:
         """Bring a serving engine to a new policy version: hold, load, verify, admit."""

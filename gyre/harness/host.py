@@ -158,6 +158,8 @@ class HostSupervisor:
             case "stop":
                 self._stopping = True
                 await self._kill_all()
+            case "leave":
+                raise ChildFailed(f"the scheduler counts this incarnation of rank {self._context.rank} as lost")
             case "cancel":
                 if one := self._tries.get(message["n"]):
                     one.cancel("cancelled by the scheduler")
