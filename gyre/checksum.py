@@ -21,14 +21,20 @@ Sums = dict[str, tuple[int, int]]
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv"}
 _FUSED |= {"gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up"}
 _FUSED |= {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}  # tied embeddings go by either name
+_EXPERTS = {"w13_weight": "gate_up", "gate_up_proj": "gate_up", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_EXPERTS |= {"w2_weight": "down", "down_proj": "down"}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CPU_CHUNK = 1 << 16  # elements; the buffers stay in the cache
-_GPU_CHUNK = 1 << 25
+_GPU_CHUNK = 1 << 23  # elements; the buffers stay small beside a full KV cache
 _MASK = (1 << 64) - 1
 
 
 def group_of(name: str) -> str:
     """The group that a parameter counts in: its layer and what it would be fused with."""
+    before, experts, after = name.partition(".experts.")
+    if experts:  # one tensor for each expert and projection, or stacked ones
+        projection = next((group for part, group in _EXPERTS.items() if part in after.split(".")), after)
+        return f"{'.'.join(re.findall(r'[0-9]+', before))}:experts.{projection}"
     *parents, module, kind = ("", *name.split("."))
     layer = ".".join(re.findall(r"\d+", ".".join(parents)))
     return f"{layer}:{_FUSED.get(module, module)}.{kind}"
@@ -58,16 +64,20 @@ def sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> Sums:
     total: Sums = {}
     for name, tensor in tensors:
         if tensor.numel():
-            total = add(total, {group_of(name): _sums(tensor)})
+            _accumulate(total, group_of(name), _sums(tensor))
     return total
+
+
+def _accumulate(total: Sums, group: str, pair: tuple[int, int]) -> None:
+    old = total.get(group, (0, 0))
+    total[group] = ((old[0] + pair[0]) & _MASK, (old[1] + pair[1]) & _MASK)
 
 
 def add(left: Mapping[str, tuple[int, int]], right: Mapping[str, tuple[int, int]]) -> Sums:
     """Sums of the two sets of tensors together."""
     total = dict(left)
-    for group, (plain, mixed) in right.items():
-        old_plain, old_mixed = total.get(group, (0, 0))
-        total[group] = ((old_plain + plain) & _MASK, (old_mixed + mixed) & _MASK)
+    for group, pair in right.items():
+        _accumulate(total, group, pair)
     return total
 
 

@@ -53,3 +53,12 @@ def test_the_smallest_change_and_swapped_layers_are_seen(dtype):
     two = {**w, a: w[a].clone()}
     two[a].view(-1)[:2] += torch.tensor([1.0, -1.0], dtype=dtype)  # a plain sum of values would miss this
     assert checksum(two.items()) != expected
+
+
+def test_experts_may_be_stacked():
+    e = torch.randn(4, 2, 8, 16, generator=torch.Generator().manual_seed(2))
+    prefix = "model.layers.3.mlp.experts."
+    single = [(f"{prefix}{i}.{('gate', 'up')[j]}_proj.weight", e[i, j]) for i in range(4) for j in range(2)]
+    for name in ("gate_up_proj", "w13_weight"):
+        assert checksum([(prefix + name, e.flatten(1, 2))]) == checksum(single)
+    assert checksum([(prefix.replace("3", "4") + "w13_weight", e.flatten(1, 2))]) != checksum(single)

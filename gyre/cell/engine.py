@@ -8,6 +8,7 @@ By hand: `python -m gyre.cell.engine '{"model": "...", "secret": "..."}'`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from gyre.cell.engine_process import remove_segments, shared_segments
 from gyre.child import die_with_parent
 from gyre.errors import EXIT_FAULT, EXIT_OK, EXIT_USER, GyreError, UserError
 
@@ -27,7 +29,8 @@ log = logging.getLogger("gyre.engine")
 Message = dict[str, Any]
 
 MIB = 1 << 20
-#: Logged instead of served: an execution samples from the policy itself unless its harness asks for something else.
+SHUTDOWN_SECONDS = 2.0  # for workers on GPUs to leave by themselves
+#: A model's own sampling defaults are not used: an execution samples from the policy unless its harness says otherwise.
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -71,6 +74,7 @@ class Parent:
         directory = os.environ.get("VLLM_RPC_BASE_PATH", "")
         if Path(directory).name.startswith("gyre-engine-"):
             shutil.rmtree(directory, ignore_errors=True)
+        remove_segments(shared_segments(os.getpid()))
         if os.getpgid(0) == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(EXIT_FAULT)
@@ -139,6 +143,9 @@ def server_flags(settings: Any) -> list[str]:
         }
     own = {key.replace("_", "-"): value for key, value in settings.args.items()}
     return flags({**args, **own})
+
+
+_TAGS = {"weights": "weights", "kv": "kv_cache"}  # kinds of memory, and what vLLM calls them
 
 
 class VllmControl:
@@ -231,6 +238,8 @@ class VllmControl:
                 continue
             rss, pss = rss + full.rss, pss + full.pss
         sizes = {kind: sum(worker[kind] for worker in workers) for kind in ("weights", "kv")}
+        if self._settings.gpus:  # there, tensors keep their size in sleep, and only their memory goes
+            sizes = {kind: 0 if tag in self._missing else sizes[kind] for kind, tag in _TAGS.items()}
         return {"bytes": sizes, "rss": rss, "pss": pss}
 
     def tokens(self) -> int:
@@ -271,6 +280,7 @@ async def _serve(settings: Any, parent: Parent) -> int:
         # The CPU platform asks for spawned children, which would import everything once more. Here a fork is safe: this
         # process has not computed, and its only other thread waits for the supervisor.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        gc.freeze()  # collections in one of the two would copy the pages that they share
     sock = socket.create_server((settings.host, settings.port), backlog=1024)
     parent.say("progress", what="loading the model")
     engine = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
@@ -286,7 +296,7 @@ async def _serve(settings: Any, parent: Parent) -> int:
         app.state.server = server  # vLLM's handlers of fatal errors stop it
         return await _run(server, sock, engine, parent, settings)
     finally:
-        engine.shutdown(timeout=0)
+        engine.shutdown(timeout=SHUTDOWN_SECONDS if settings.gpus else 0)
         sock.close()
 
 
@@ -338,8 +348,7 @@ def run(settings: Any, parent: Parent) -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)  # until the server takes signals itself
-    if not settings.gpus:
-        os.register_at_fork(after_in_child=die_with_parent)  # vLLM's core must not outlive this process
+    os.register_at_fork(after_in_child=die_with_parent)  # vLLM's core must not outlive this process
     try:
         return uvloop.run(_serve(settings, parent))
     except UserError as error:

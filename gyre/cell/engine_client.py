@@ -103,6 +103,7 @@ class EngineProcess:
         self._stage = "starting"
         self._directory: Path | None = None
         self._output = -1
+        self._segments: set[Path] = set()  # shared memory, to be removed where the engine cannot do it itself
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_path: Path) -> EngineProcess:
@@ -128,7 +129,8 @@ class EngineProcess:
         try:
             with theirs:
                 if not self.settings.gpus:
-                    self._tell("waiting for the fork server of this node")
+                    if engine_process.has_server(self.settings.fork_server):
+                        self._tell("waiting for the fork server of this node")
                     server_log = self.log_path.with_name(f"zygote-{socket.gethostname()}.log")
                     self._process = await engine_process.forked(
                         env, theirs, self._output, self.settings.fork_server, server_log
@@ -154,6 +156,7 @@ class EngineProcess:
                 event = json.loads(line)["event"]
                 if event["type"] == "ready":
                     self.url = event["url"]
+                    self._segments = await asyncio.to_thread(engine_process.shared_segments, self.pid)
                     if not self._ready.done():
                         self._ready.set_result(None)
                 else:
@@ -224,6 +227,7 @@ class EngineProcess:
                     await asyncio.wait_for(self._process.wait(), grace)
             kill_group(self._process.pid)
             await self._process.wait()
+            engine_process.remove_segments(self._segments)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

@@ -26,6 +26,33 @@ ZYGOTE_VARIABLE = "GYRE_ZYGOTE"
 _servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
 
 
+#: Shared memory that vLLM and its libraries make and, when they are killed, leave behind.
+_SEGMENTS = ("psm_", "vllm", "nccl-", "torch_", "sem.")
+
+
+def shared_segments(pid: int) -> set[Path]:
+    """Shared-memory segments that a process and its descendants have mapped, of the kinds that an engine makes."""
+    import psutil
+
+    found: set[Path] = set()
+    try:
+        family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return found
+    for member in family:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{member}/maps").read_text().splitlines()
+            names = {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+            found |= {Path("/dev/shm", name) for name in names if name.startswith(_SEGMENTS) and "/" not in name}
+    return found
+
+
+def remove_segments(segments: set[Path]) -> None:
+    """Remove segments that are still there."""
+    for path in segments:
+        path.unlink(missing_ok=True)
+
+
 class Process(Protocol):
     """What the client needs of a process, of the kind that asyncio's subprocesses have."""
 
@@ -57,6 +84,11 @@ async def own(environment: dict[str, str], sock: socket.socket, output: int) -> 
         pass_fds=(sock.fileno(),),
         start_new_session=True,
     )
+
+
+def has_server(name: str | None) -> bool:
+    """Whether `forked` would ask one."""
+    return bool(name or os.environ.get(ZYGOTE_VARIABLE))
 
 
 async def forked(

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelL
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from gyre.checksum import Sums, sums
+from gyre.checksum import Sums, add, sums
 
 
 def snapshot_files(path: str) -> list[Path]:
@@ -97,9 +97,7 @@ class _Count:
                 counted.update(id(p) for p in own)
         total: Sums = {}
         for part in self._by_layer.values():
-            for group, (plain, mixed) in part.items():
-                old = total.get(group, (0, 0))
-                total[group] = ((old[0] + plain) % 2**64, (old[1] + mixed) % 2**64)
+            total = add(total, part)
         return total
 
 

@@ -390,7 +390,6 @@ def test_an_engine_of_its_own_ends_with_its_supervisor_however_early(tiny, tmp_p
 
 
 def test_a_forked_engine_outlives_its_fork_server_but_not_its_supervisor(tiny, tmp_path):
-    memory = set(os.listdir("/dev/shm"))
     with supervisor(tiny, tmp_path / "engine.log", f"test-{os.getpid()}") as parent:
         words = json.loads(parent.stdout.readline())
         processes = family(words["pid"])
@@ -400,10 +399,11 @@ def test_a_forked_engine_outlives_its_fork_server_but_not_its_supervisor(tiny, t
         time.sleep(0.2)
         with urllib.request.urlopen(words["url"] + "/health", timeout=5) as response:
             assert response.status == 200
+        segments = engine_process.shared_segments(words["pid"])
         parent.kill()
         assert gone(processes), (tmp_path / "engine.log").read_text()[-2000:]
     assert not Path(words["directory"]).exists()
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert not [path for path in segments if path.exists()]
 
 
 def test_a_fork_server_ends_with_its_owner(tiny, tmp_path):
@@ -483,6 +483,26 @@ def test_an_engine_whose_core_died_ends_with_a_fault(tiny, tmp_path, fork_server
                 await engine.status()
         finally:
             await engine.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.full
+def test_sharded_weights_have_the_same_checksum_and_leave_no_shared_memory(tiny, other, tmp_path):
+    async def scenario():
+        args = {"distributed-executor-backend": "mp", "tensor-parallel-size": 2, "kv-cache-memory-bytes": "32M"}
+        engine = await EngineProcess.start(settings(tiny, args=args), tmp_path / "engine.log")
+        try:
+            await engine.ready(300)
+            processes, segments = family(engine.pid), engine_process.shared_segments(engine.pid)
+            assert len(processes) >= 4 and segments
+            await engine.load(other, trainers_checksum(other), 1)
+            assert (await engine.sleep())["bytes"] == {"weights": 0, "kv": 0}
+            await engine.wake(["weights"])
+            await engine.load(tiny, trainers_checksum(tiny), 2)
+        finally:
+            await engine.stop()
+        assert gone(processes) and not [path for path in segments if path.exists()]
 
     asyncio.run(scenario())
 
