@@ -84,6 +84,13 @@ class Accumulators:
             parameter.register_post_accumulate_grad_hook(self.absorb)
 
 
+@torch.no_grad()
+def norm_of(flat: torch.Tensor) -> float:
+    """Euclidean norm of a flat tensor, summed in float64 piece by piece: a float64 copy of all would be huge."""
+    squares = [torch.dot(part, part) for part in (p.double() for p in flat.split(1 << 20))]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
 class Groups:
     """The raw process groups of one rank with other cells."""
 

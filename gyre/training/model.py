@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gyre.training.loss import Batch, Scorer, Statistics, micro_step_loss
 from gyre.training.packing import MicroStep
 from gyre.training.snapshots import Pulled, Spec
 
+_WORTH_TRIMMING_SECONDS = 0.2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -24,6 +26,15 @@ def trim_heap() -> None:
     """Have the C library give freed memory back to the system."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def trimmed() -> Iterator[None]:
+    """Trim the heap after heavy work: activations of ever other shapes would leave it full of holes."""
+    begun = time.monotonic()
+    yield
+    if time.monotonic() - begun > _WORTH_TRIMMING_SECONDS:
+        trim_heap()
 
 
 def held(tensors: Iterator[torch.Tensor]) -> int:
@@ -124,8 +135,10 @@ class SatelliteModel(CellModel):
 
     def compute(self, step: MicroStep) -> Statistics:
         """Add one micro-step's gradient sum to the accumulators."""
-        loss, statistics = micro_step_loss(self.scorer, Batch.of(step, self.device), self.clip)
-        loss.backward()
+        with trimmed():
+            loss, statistics = micro_step_loss(self.scorer, Batch.of(step, self.device), self.clip)
+            loss.backward()
+            del loss
         return statistics
 
     def park(self) -> None:

@@ -69,9 +69,9 @@ from gyre.faults import fault
 from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
-from gyre.training.gradients import Groups
+from gyre.training.gradients import Groups, norm_of
 from gyre.training.loss import Batch, Statistics, micro_step_loss
-from gyre.training.model import DTYPES, CellModel, SatelliteModel, held, load, trim_heap
+from gyre.training.model import DTYPES, CellModel, SatelliteModel, held, load, trim_heap, trimmed
 from gyre.training.packing import MicroStep
 from gyre.training.stream import Claims
 from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
@@ -157,8 +157,10 @@ class CoreModel(CellModel):
     def compute(self, step: MicroStep) -> Statistics:
         """Add one micro-step's gradient sum to the accumulators."""
         self._open_window()
-        loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
-        self._engine.backward(loss, scale_wrt_gas=False)
+        with trimmed():
+            loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
+            self._engine.backward(loss, scale_wrt_gas=False)
+            del loss
         return statistics
 
     def _open_window(self) -> None:
@@ -180,7 +182,7 @@ class CoreModel(CellModel):
         from deepspeed.utils import safe_set_full_grad
 
         gradient = self.accumulators.flat.data.div_(weight)
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        norm = norm_of(gradient)
         if norm > clip_norm:
             gradient.mul_(clip_norm / norm)
         for parameter, view in zip(self.parameters, self.accumulators.flat.views, strict=True):
