@@ -148,4 +148,6 @@ class SatelliteModel(CellModel):
             parameter.grad = None
         self._weights.release()
         self.accumulators.flat.release()
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
         trim_heap()

@@ -73,6 +73,7 @@ from gyre.training.gradients import Groups, norm_of
 from gyre.training.loss import Batch, Statistics, micro_step_loss
 from gyre.training.model import DTYPES, CellModel, SatelliteModel, held, load, trim_heap, trimmed
 from gyre.training.packing import MicroStep
+from gyre.training.parking import Parked
 from gyre.training.stream import Claims
 from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
 
@@ -151,6 +152,7 @@ class CoreModel(CellModel):
         for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
             module._buffers.update(before)
         self.accumulators.hook()
+        self._parked: Parked | None = None
         self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
         self._open = False
 
@@ -221,10 +223,23 @@ class CoreModel(CellModel):
         return sizes
 
     def park(self, keep_sum: bool) -> None:
-        """Give gradients and accumulators back; a suspended update's sum stays."""
+        """Give gradients and accumulators back; a suspended update's sum stays, in CPU memory.
+
+        On a GPU everything else moves to CPU memory too; on a CPU it is there already.
+        """
         if not keep_sum:
             self.accumulators.flat.release()
+        if self.device.type != "cpu" and self._parked is None:
+            roots = (self._engine, self._optimizer, self.accumulators.flat)
+            self._parked = Parked(self.device.type, *roots)
+            torch.cuda.empty_cache()
         trim_heap()
+
+    def wake(self) -> None:
+        """Take back what `park` moved."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
 
 
 class Trainer:
@@ -286,6 +301,7 @@ class Trainer:
             lambda held, new: held == new - 1 or held == (new - 1) // per_batch * per_batch,
         )
         self._publish(version * per_batch)
+        self.park()
         return {"version": version, "snapshot": self._model.snapshot, "checksum": self._checksum}
 
     def _start_satellite(self) -> dict[str, Any]:
@@ -321,8 +337,11 @@ class Trainer:
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def wake(self) -> dict[str, Any]:
-        """Take device memory back."""
-        return {"seconds": 0.0}
+        """Take device memory back; a satellite takes it with the weights it pulls."""
+        begun = time.monotonic()
+        if isinstance(self._model, CoreModel):
+            self._model.wake()
+        return {"seconds": time.monotonic() - begun}
 
     def park(self) -> dict[str, Any]:
         """Give device memory back."""
@@ -343,6 +362,7 @@ class Trainer:
         """Checksum of the weights held now."""
         if self._model.snapshot < 0:
             return {"checksum": "", "snapshot": -1}
+        self.wake()
         return {"checksum": self._model.checksum(), "snapshot": self._model.snapshot}
 
     # -- updates -----------------------------------------------------------------------------------------------------
@@ -360,6 +380,7 @@ class Trainer:
 
     def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
         """This cell's part in an update."""
+        self.wake()
         self._groups.keep_only(f"g{generation}")
         if position == 0:
             return self._train_core(update, generation, members)
@@ -433,6 +454,7 @@ class Trainer:
     # -- commits -----------------------------------------------------------------------------------------------------
     def commit(self, version: int, update: int, cursor: Any) -> dict[str, Any]:
         """Make a policy version durable."""
+        self.wake()
         begun, model = time.monotonic(), self._model
         if not isinstance(model, CoreModel) or model.snapshot != update:
             raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {model.snapshot}")
