@@ -16,7 +16,8 @@ from gyre.errors import WeightsMismatch
 from gyre.training.gradients import Accumulators, Flat
 from gyre.training.loss import Batch, Scorer, Statistics, micro_step_loss
 from gyre.training.packing import MicroStep
-from gyre.training.snapshots import Pulled, Spec
+from gyre.training.slots import Spec
+from gyre.training.snapshots import Pulled
 
 _WORTH_TRIMMING_SECONDS = 0.2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -56,9 +56,7 @@ def try_once() -> None:
     from gyre import config as configuration
     from gyre.training.trainer import CoreModel, begin_world
 
-    shape = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
+    shape = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = configuration.build(
         {
             "model": {"path": "small"},

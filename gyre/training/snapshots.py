@@ -1,28 +1,21 @@
-"""Snapshots of the weights: written by the core into shared memory, served to other hosts, pulled by whoever needs one.
+"""Snapshots of the weights: pulled by whoever needs one, and served to other hosts.
 
-A snapshot is a safetensors file with Hugging Face names in one of a few recycled slots in /dev/shm. Readers on the
-same host map the slot itself, under a shared lock that is their lease: the writer takes the exclusive lock, so it
-never overwrites a slot that is read, and the kernel drops the lock of a reader that dies. The core computes on while
-others pull. Readers on other hosts get a copy over HTTP from `python -m gyre.training.snapshots`, a child of rank 0
-that sends slots with sendfile. Either way the reader checks identity and checksum.
-
-The file's metadata carries its snapshot number, its checksum and its generation (a count of writes), so a slot that
-was recycled between an announcement and a lock is noticed.
+Readers on the core's host map the slot itself (`gyre.training.slots`), under a shared lock that is their lease; the
+core computes on meanwhile. Readers on other hosts get a copy over HTTP from `python -m gyre.training.snapshots`, a
+child of rank 0 that sends slots with sendfile. Either way the reader checks the snapshot's identity, and its checksum
+here or after loading.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import hashlib
 import http.client
 import json
 import mmap
 import os
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,199 +26,11 @@ from gyre.checksum import checksum as checksum_of
 from gyre.child import Endpoint
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
+from gyre.training.slots import SHARED, Announcement, mapped, read_header, remove_shared, shared_prefix
 
-SHARED = Path("/dev/shm")
-_NO_CHECKSUM = "0" * 32
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-}
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+__all__ = ["Announcement", "Pulled", "Server", "pull", "remove_shared", "shared_prefix"]
+
 _CHUNK = 8 << 20
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """Store word `snapshot/<id>`: where a snapshot is and what it must be."""
-
-    snapshot: int
-    path: str
-    bytes: int
-    checksum: str
-    generation: int
-    node: str
-    url: str
-
-    def encode(self) -> str:
-        """As the store's JSON word."""
-        return json.dumps(asdict(self))
-
-
-# -- names and clean-up ------------------------------------------------------------------------------------------------
-def shared_prefix(run_dir: Path | str, attempt: int | None = None) -> str:
-    """Prefix of the names of shared memory of a run, of one attempt if given."""
-    path = Path(run_dir).resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return f"gyre-{path.name[:64]}-{digest}-" + (f"{attempt}-" if attempt is not None else "")
-
-
-def remove_shared(run_dir: Path | str, keep_attempt: int | None = None) -> list[str]:
-    """Remove what this run left in this host's shared memory, except for one attempt's; returns the names removed."""
-    kept = shared_prefix(run_dir, keep_attempt) if keep_attempt is not None else None
-    removed = []
-    for path in SHARED.glob(shared_prefix(run_dir) + "*"):
-        if kept is None or not path.name.startswith(kept):
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return removed
-
-
-# -- file format -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Spec:
-    """Name, type and shape of one tensor of a snapshot."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def _header(specs: Iterable[Spec], metadata: dict[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for spec in specs:
-        end = offset + spec.bytes
-        table[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _read_header(descriptor: int) -> tuple[dict[str, Any], int]:
-    """The table of a file and where its data begins.
-
-    Raises:
-        WeightsMismatch: it is not a whole snapshot.
-    """
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    text = os.pread(descriptor, length, 8) if 0 < length < 1 << 28 else b""
-    try:
-        return json.loads(text), 8 + length
-    except ValueError as error:
-        raise WeightsMismatch("not a snapshot") from error
-
-
-def _map(descriptor: int, writable: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, mapped; a private mapping where not writable."""
-    table, start = _read_header(descriptor)
-    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
-    for name, entry in table.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        dtype = _TYPES[entry["dtype"]]
-        count = (end - begin) // dtype.itemsize
-        if count:
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin)
-        else:
-            flat = torch.empty(0, dtype=dtype)
-        yield name, flat.view(entry["shape"])
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-@dataclass
-class _Slot:
-    path: Path
-    descriptor: int
-    snapshot: int = -1
-
-
-class Slots:
-    """The core's slots. `protected(snapshot, next)` says that a snapshot must stay while `next` is written."""
-
-    def __init__(
-        self, prefix: str, count: int, protected: Callable[[int, int], bool], patience: float = 30.0
-    ) -> None:
-        self._prefix = prefix
-        self._count = count
-        self._protected = protected
-        self._patience = patience
-        self._slots: list[_Slot] = []
-        self._generation = 0
-
-    def write(self, snapshot: int, specs: list[Spec], tensors: Iterable[torch.Tensor]) -> Announcement:
-        """Put a snapshot into a slot; `tensors` come in the order of `specs`. Node and url are left empty."""
-        self._generation += 1
-        slot = self._acquire(snapshot)
-        try:
-            slot.snapshot = snapshot
-            metadata = {"snapshot": f"{snapshot}", "generation": f"{self._generation}", "checksum": _NO_CHECKSUM}
-            header = _header(specs, metadata)
-            size = len(header) + sum(spec.bytes for spec in specs)
-            os.ftruncate(slot.descriptor, size)
-            os.posix_fallocate(slot.descriptor, 0, size)  # a full /dev/shm is an error here, not a SIGBUS later
-            os.pwrite(slot.descriptor, header, 0)
-            for (_, place), tensor in zip(_map(slot.descriptor, True), tensors, strict=True):
-                place.copy_(tensor)
-            checksum = checksum_of(_map(slot.descriptor, False))
-            os.pwrite(slot.descriptor, checksum.encode(), header.index(_NO_CHECKSUM.encode()))
-        finally:
-            fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
-        return Announcement(snapshot, str(slot.path), size, checksum, self._generation, "", "")
-
-    def path_of(self, snapshot: int) -> Path | None:
-        """Where a snapshot is, if a slot still has it."""
-        return next((slot.path for slot in self._slots if slot.snapshot == snapshot), None)
-
-    def _acquire(self, snapshot: int) -> _Slot:
-        """A slot with its exclusive lock held: a new one while there may be more, else the oldest free one."""
-        if len(self._slots) < self._count:
-            return self._create(len(self._slots))
-        deadline = time.monotonic() + self._patience
-        victims = sorted(
-            (slot for slot in self._slots if not self._protected(slot.snapshot, snapshot)), key=lambda s: s.snapshot
-        )
-        while True:
-            for slot in victims:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(slot.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return slot
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        # a reader sits on the slot: it keeps what it has mapped, and the slot's name gets fresh memory
-        number = self._slots.index(victims[0])
-        self._drop(self._slots[number])
-        return self._create(number)
-
-    def _create(self, number: int) -> _Slot:
-        path = SHARED / f"{self._prefix}slot{number}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        slot = _Slot(path, descriptor)
-        self._slots[number : number + 1] = [slot]
-        return slot
-
-    @staticmethod
-    def _drop(slot: _Slot) -> None:
-        slot.path.unlink(missing_ok=True)
-        os.close(slot.descriptor)
-
-    def close(self) -> None:
-        """Remove all slots."""
-        for slot in self._slots:
-            self._drop(slot)
-        self._slots.clear()
 
 
 # -- pulling -----------------------------------------------------------------------------------------------------------
@@ -241,7 +46,7 @@ class Pulled:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors, mapped; they must not outlive `close`."""
-        return _map(self._descriptor, False)
+        return mapped(self._descriptor, False)
 
     def close(self) -> None:
         """Give the lease back, or remove the copy."""
@@ -292,7 +97,7 @@ def pull(
 
 
 def _identify(descriptor: int, announcement: Announcement) -> None:
-    found = _read_header(descriptor)[0]["__metadata__"]
+    found = read_header(descriptor)[0]["__metadata__"]
     for key in ("snapshot", "generation", "checksum"):
         if found.get(key) != str(getattr(announcement, key)):
             raise WeightsMismatch(f"snapshot {announcement.snapshot} is gone: its slot has {key} {found.get(key)}")
@@ -419,7 +224,7 @@ class Server:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                metadata = _read_header(descriptor)[0]["__metadata__"]
+                metadata = read_header(descriptor)[0]["__metadata__"]
                 if [metadata["snapshot"], metadata["generation"]] == wanted:
                     return descriptor
             except WeightsMismatch:

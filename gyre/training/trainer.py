@@ -1,4 +1,4 @@
-"""The trainer child of a cell: the same program for the core and for satellites. The one importer of deepspeed.
+"""The trainer child of a cell: the same program for the core and for satellites.
 
     python -m gyre.training.trainer            (spawned with `gyre.child.Child`; OMP_NUM_THREADS = train.threads and,
                                                 on a GPU cell, CUDA_VISIBLE_DEVICES are set by the parent)
@@ -47,33 +47,27 @@ word `feeder` and the weight server's in `snapshots`. Shared memory is named `gy
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gyre import checkpoint
 from gyre import config as configuration
 from gyre.child import Endpoint
-from gyre.config import Config
 from gyre.errors import ChildFailed, InvariantBroken, StreamConflict
 from gyre.faults import fault
 from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
-from gyre.training.gradients import Groups, norm_of
-from gyre.training.loss import Batch, Statistics, micro_step_loss
-from gyre.training.model import DTYPES, CellModel, SatelliteModel, held, load, trim_heap, trimmed
-from gyre.training.packing import MicroStep
-from gyre.training.parking import Parked
+from gyre.training.core import CoreModel, begin_world
+from gyre.training.gradients import Groups
+from gyre.training.model import DTYPES, SatelliteModel, trim_heap
+from gyre.training.slots import Slots, remove_shared, shared_prefix
 from gyre.training.stream import Claims
 from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
 
@@ -84,164 +78,6 @@ _JOIN_TIMEOUT = 600.0
 _PULL_TIMEOUT = 120.0
 
 
-def begin_world(device: torch.device, interface: str | None) -> None:
-    """A default process group of this cell alone: DeepSpeed never sees the other cells."""
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, set up so that nothing is compiled on first use.
-
-    On a CPU it would build a shared-memory collective for its own process group, which here has one member and needs
-    none. Its table of usable ops is a cache meant to be edited.
-    """
-    os.environ["DS_ACCELERATOR"] = device.type
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's configuration. Accumulation, norm and clipping are ours, so its own are off."""
-    train = config.train
-    optimizer = {
-        "lr": train.lr,
-        "betas": list(train.betas),
-        "eps": 1e-8,
-        "weight_decay": train.weight_decay,
-        "torch_adam": True,  # no op is built
-        "fused": True,  # without temporaries of the size of the model
-    }
-    # gradients never pass through DeepSpeed's buckets: what is set for each parameter is the sum of all cells
-    zero: dict[str, Any] = {"stage": train.zero_stage, "reduce_bucket_size": 1_000_000}
-    if train.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": optimizer},
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "managed_gradient_accumulation": True,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": config.model.dtype == "bfloat16"},
-    }
-
-
-class CoreModel(CellModel):
-    """The authoritative weights and optimizer state, in a DeepSpeed engine of one process (invariant 10)."""
-
-    def __init__(self, directory: Path, config: Config, device: torch.device) -> None:
-        deepspeed = import_deepspeed(device)
-        self._zero = deepspeed.zero
-        self._zero_stage = config.train.zero_stage
-        super().__init__(load(directory, DTYPES[config.model.dtype], device, weights=True), config.train, device)
-        self.scorer.check()
-        buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False
-        )
-        for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
-            module._buffers.update(before)
-        self.accumulators.hook()
-        self._parked: Parked | None = None
-        self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
-        self._open = False
-
-    def compute(self, step: MicroStep) -> Statistics:
-        """Add one micro-step's gradient sum to the accumulators."""
-        self._open_window()
-        with trimmed():
-            loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
-            self._engine.backward(loss, scale_wrt_gas=False)
-            del loss
-        return statistics
-
-    def _open_window(self) -> None:
-        if not self._open:
-            self._window.enter_context(self._engine.coalesce_grad_reduction())
-            self._open = True
-
-    @torch.no_grad()
-    def step(self, weight: float, clip_norm: float) -> float:
-        """Divide the sum by the total weight, clip, take the optimizer step; returns the norm before clipping.
-
-        An update without any weight has no gradient and takes no step.
-        """
-        self._open_window()  # leaving it makes DeepSpeed's gradients, also where this cell computed nothing
-        self._window.close()
-        self._open = False
-        if weight <= 0:
-            return 0.0
-        from deepspeed.utils import safe_set_full_grad
-
-        gradient = self.accumulators.flat.data.div_(weight)
-        norm = norm_of(gradient)
-        if norm > clip_norm:
-            gradient.mul_(clip_norm / norm)
-        for parameter, view in zip(self.parameters, self.accumulators.flat.views, strict=True):
-            safe_set_full_grad(parameter, view)
-        self.accumulators.flat.release()
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
-        return norm
-
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights, each gathered for as long as it is looked at where ZeRO-3 keeps it in pieces."""
-        if self._zero_stage < 3:
-            yield from super().named()
-            return
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            with self._zero.GatheredParameters([parameter]):
-                yield name, parameter.data
-
-    def save(self, directory: Path, tag: str) -> None:
-        """Write weights and optimizer state under a tag."""
-        self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
-
-    def restore(self, directory: Path, tag: str) -> None:
-        """Load weights and optimizer state of a tag."""
-        self._engine.load_checkpoint(str(directory), tag=tag)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held; DeepSpeed's copies of gradients count as gradients, master weights as optimizer."""
-        sizes = super().memory()
-        groups = getattr(self._optimizer, "averaged_gradients", {}).values()
-        sizes["gradients"] += held(t for group in groups if group for t in group if t is not None)
-        inner = self._optimizer.optimizer
-        state = [t for s in inner.state.values() for t in s.values() if torch.is_tensor(t)]
-        master = [p for group in inner.param_groups for p in group["params"]]
-        sizes["optimizer"] = held(iter([*state, *master]))
-        return sizes
-
-    def park(self, keep_sum: bool) -> None:
-        """Give gradients and accumulators back; a suspended update's sum stays, in CPU memory.
-
-        On a GPU everything else moves to CPU memory too; on a CPU it is there already.
-        """
-        if not keep_sum:
-            self.accumulators.flat.release()
-        if self.device.type != "cpu" and self._parked is None:
-            roots = (self._engine, self._optimizer, self.accumulators.flat)
-            self._parked = Parked(self.device.type, *roots)
-            torch.cuda.empty_cache()
-        trim_heap()
-
-    def wake(self) -> None:
-        """Take back what `park` moved."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-
-
 class Trainer:
     """The operations of the module's docstring."""
 
@@ -249,7 +85,7 @@ class Trainer:
         self._endpoint = endpoint
         self._model: CoreModel | SatelliteModel | None = None
         self._sum: Sum | None = None  # of a suspended update, at the core
-        self._slots: snapshots.Slots | None = None
+        self._slots: Slots | None = None
         self._claims: Claims | None = None
         self._checksum = ""
 
@@ -286,7 +122,7 @@ class Trainer:
 
     def _start_core(self) -> dict[str, Any]:
         train = self._config.train
-        snapshots.remove_shared(self._run_dir.path, keep_attempt=self._attempt)
+        remove_shared(self._run_dir.path, keep_attempt=self._attempt)
         checkpoint.clean(self._run_dir)
         commit = checkpoint.latest(self._run_dir)
         self._model = CoreModel(commit.model(self._run_dir) if commit else self._directory, self._config, self._device)
@@ -295,8 +131,8 @@ class Trainer:
         version = commit.version if commit else 0
         per_batch = train.updates_per_batch
         # the newest snapshot stays, and so does the policy that is announced; with one update a batch they agree
-        self._slots = snapshots.Slots(
-            snapshots.shared_prefix(self._run_dir.path, self._attempt),
+        self._slots = Slots(
+            shared_prefix(self._run_dir.path, self._attempt),
             2 if per_batch == 1 else 3,
             lambda held, new: held == new - 1 or held == (new - 1) // per_batch * per_batch,
         )

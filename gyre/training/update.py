@@ -143,7 +143,6 @@ class Part:
             raise result[0]
         return result[0]
 
-
     def lose_group(self, name: str, ranks: Sequence[int]) -> None:
         """A group failed here: no member uses one of that name again."""
         self.desk.groups.forget(name, ranks)

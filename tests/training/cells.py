@@ -234,5 +234,3 @@ class Reference:
         own = dict(self.model.named_parameters())
         assert own.keys() == weights.keys()
         return max(float((own[name] - tensor).abs().max()) for name, tensor in weights.items())
-
-

@@ -13,7 +13,8 @@ import torch
 from gyre.checksum import checksum
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
-from gyre.training.snapshots import SHARED, Server, Slots, Spec, pull, remove_shared, shared_prefix
+from gyre.training.slots import SHARED, Slots, Spec, remove_shared, shared_prefix
+from gyre.training.snapshots import Server, pull
 
 HERE, SECRET = "here", "secret"
 
