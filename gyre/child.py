@@ -50,8 +50,11 @@ def kill_group(pid: int, number: int = signal.SIGKILL) -> None:
 class Child:
     """The parent's end of a running child."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, on_event: Callable[[Message], None]) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log_path: Path, on_event: Callable[[Message], None]
+    ) -> None:
         self.name = name
+        self.log_path = log_path
         self._process = process
         self._on_event = on_event
         self._pending: dict[int, asyncio.Future[Message]] = {}
@@ -80,7 +83,7 @@ class Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        child = cls(name, process, on_event)
+        child = cls(name, process, log_path, on_event)
         reader, child._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
         child._reader_task = asyncio.create_task(child._read(reader), name=f"read {name}")
         return child
@@ -108,7 +111,7 @@ class Child:
         finally:
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(ChildFailed(f"{self.name} ended"))
+                    future.set_exception(ChildFailed(f"the {self.name} ended; see {self.log_path}"))
             self._pending.clear()
 
     async def call(self, operation: str, timeout: float | None = None, **arguments: Any) -> Message:
@@ -119,7 +122,7 @@ class Child:
             UserError: the child says that the input is at fault.
         """
         if self._writer is None or self._reader_task is None or self._reader_task.done():
-            raise ChildFailed(f"{self.name} is gone")
+            raise ChildFailed(f"the {self.name} is gone; see {self.log_path}")
         self._next += 1
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[self._next] = future

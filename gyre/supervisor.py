@@ -170,16 +170,18 @@ async def supervise(context: RankContext) -> int:
 
 
 async def _live(context: RankContext, part: Occupant, coordinator: Coordinator | None) -> None:
-    if coordinator:
-        await coordinator.start()
-        driving = asyncio.create_task(coordinator.run(), name="coordinator")
-        await part.start()
-        working = asyncio.create_task(part.run(), name="rank")
-        ended = await _first(driving, working)
-        ended.result()
-    else:
-        await part.start()
-        await part.run()
+    if coordinator is None:
+        await _start_and_run(part)
+        return
+    await coordinator.start()
+    driving = asyncio.create_task(coordinator.run(), name="coordinator")
+    starting = asyncio.create_task(_start_and_run(part), name="rank")
+    (await _first(driving, starting)).result()
+
+
+async def _start_and_run(part: Occupant) -> None:
+    await part.start()
+    await part.run()
 
 
 def _enter(run_dir: RunDir, identity: Identity, stack: ExitStack) -> RankContext:

@@ -6,7 +6,7 @@ from tests.whole.support import Place
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(tmp_path, fork_server):
     """A `Place`; the test fails where something is left behind."""
     here = Place(tmp_path / "p")
     yield here

@@ -33,9 +33,8 @@ def test_killed_in_rollout_in_an_update_and_in_a_commit(place, tmp_path):
         process.wait()
         return run.outcomes(), run.commit() if run.dir.commits() else None
 
-    def resumed_exactly(closed: dict[int, bytes], commit: dict | None) -> None:
-        """The attempt that now runs began with the commit's weights and counts everything that was closed."""
-        attempt = max(event["attempt"] for event in run.events())
+    def resumed_exactly(attempt: int, closed: dict[int, bytes], commit: dict | None) -> None:
+        """An attempt began with the commit's weights, and counts everything that was closed."""
         run.wait_for(lambda run: [e for e in run.events("role_reached") if started(e, attempt)])
         begun = [e for e in run.events("run_started") if e["attempt"] == attempt][0]
         assert begun["version"] == (commit["version"] if commit else 0)
@@ -50,18 +49,18 @@ def test_killed_in_rollout_in_an_update_and_in_a_commit(place, tmp_path):
     left = kill(lambda run: run.dir.path.is_dir() and rolling_out(run))
 
     process = place.start("resume", run.dir.path, GYRE_FAULT="update:2:claimed@0", GYRE_FAULT_MARK=str(mark))
-    resumed_exactly(*left)
+    resumed_exactly(2, *left)
     left = kill(lambda run: mark.exists())
     assert left[1]["version"] == 1
     mark.unlink()
 
     process = place.start("resume", run.dir.path, GYRE_FAULT="commit:3:before_rename", GYRE_FAULT_MARK=str(mark))
-    resumed_exactly(*left)
+    resumed_exactly(3, *left)
     left = kill(lambda run: mark.exists())
     assert left[1]["version"] == 2, "a commit that was not renamed into place must not count"
 
     process = place.start("resume", run.dir.path)
-    resumed_exactly(*left)
+    resumed_exactly(4, *left)
     assert process.wait(200) == 0, place.output()
 
     summary = run.summary
