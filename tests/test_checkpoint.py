@@ -86,7 +86,7 @@ async def _update(cells: Cells, update: int) -> dict:
     return await cells.train(update, 0, 0, [0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_a_resume_is_exact(tmp_path, dtype):
     """Two updates, a commit, two more; then again from the commit, in a new process and attempt."""
     model = make_model(tmp_path / "model")

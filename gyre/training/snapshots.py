@@ -13,7 +13,7 @@ import http.client
 import json
 import mmap
 import os
-import time
+import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +35,10 @@ _CHUNK = 8 << 20
 
 # -- pulling -----------------------------------------------------------------------------------------------------------
 class Pulled:
-    """A snapshot that can be read until `close`: the slot itself under a lease, or a copy of its own."""
+    """A snapshot that can be read, at `path` or here, until `close`: the slot under a lease, or a copy without a name.
+
+    A copy is gone when nobody has it open any more, so whatever dies leaves nothing behind.
+    """
 
     def __init__(self, announcement: Announcement, path: Path, descriptor: int, copied: bool) -> None:
         self.snapshot = announcement.snapshot
@@ -53,8 +56,6 @@ class Pulled:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            if self.copied:
-                self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Pulled:
         return self
@@ -119,19 +120,20 @@ def _lease(announcement: Announcement) -> Pulled | None:
     return Pulled(announcement, path, descriptor, copied=False)
 
 
-def _place(size: int, scratch: Path | str | None) -> Path:
+def _nameless(size: int, scratch: Path | str | None) -> int:
+    """A file without a name, in shared memory or, where that has no room, in `scratch`; returns its descriptor."""
     status = os.statvfs(SHARED)
-    return SHARED if scratch is None or status.f_bavail * status.f_frsize > 2 * size else Path(scratch)
+    room = scratch is None or status.f_bavail * status.f_frsize > 2 * size
+    with tempfile.TemporaryFile(dir=SHARED if room else scratch) as file:
+        descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    os.posix_fallocate(descriptor, 0, size)
+    return descriptor
 
 
 def _fetch(announcement: Announcement, scratch: Path | str | None, secret: str, timeout: float) -> Pulled:
-    prefix = Path(announcement.path).name.rsplit("slot", 1)[0]
-    name = f"{prefix}pulled-{announcement.snapshot}-{os.getpid()}-{time.monotonic_ns()}"
-    path = _place(announcement.bytes, scratch) / name
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = _nameless(announcement.bytes, scratch)
     try:
-        os.ftruncate(descriptor, announcement.bytes)
-        os.posix_fallocate(descriptor, 0, announcement.bytes)
         try:
             _download(announcement, descriptor, secret, timeout)
         except (OSError, http.client.HTTPException) as error:
@@ -139,8 +141,8 @@ def _fetch(announcement: Announcement, scratch: Path | str | None, secret: str, 
         _identify(descriptor, announcement)
     except BaseException:
         os.close(descriptor)
-        path.unlink(missing_ok=True)
         raise
+    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # good for other processes of this user too
     return Pulled(announcement, path, descriptor, copied=True)
 
 

@@ -6,11 +6,12 @@
 It stays alive across role changes. Operations, their arguments and what they return (times in seconds, sizes in
 bytes); an operation that fails is answered with an error, and its effect on an update is nil (invariant 8):
 
-start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, model, address, scratch)
+start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, model, address, scratch, patience=30)
     Builds the model of directory `model` under the run directory's configuration, and parks. Rank 0 is the core: it
     loads the latest commit (or the model's weights where there is none), wraps them in DeepSpeed, and writes and
     announces snapshot `version * updates_per_batch`. A satellite has no weights before its first update. `prefix` is
-    that of the store's keys, `address` this node's, as other ranks reach it. On a GPU where `cells.gpus` > 0.
+    that of the store's keys, `address` this node's, as other ranks reach it; `patience` the seconds without a life
+    sign after which the core bars a member. On a GPU where `cells.gpus` > 0.
     -> {"seconds", "parameters", "version", "snapshot", "checksum"}     (the last three from the core alone)
 wake()       take device memory back, before the first train after a park -> {"seconds"}
 park()       give device memory back: a satellite's weights, gradients and accumulators; the core's gradients and
@@ -102,6 +103,7 @@ class Trainer:
         model: str,
         address: str,
         scratch: str | None = None,
+        patience: float = 30.0,
     ) -> dict[str, Any]:
         """Build the model; see the module's docstring."""
         begun = time.monotonic()
@@ -109,6 +111,7 @@ class Trainer:
         self._config = configuration.load(self._run_dir.config)
         self._attempt, self._member, self._secret = attempt, (rank, incarnation), secret
         self._address, self._scratch, self._directory = address, scratch, Path(model)
+        self._patience = patience
         self._store = Store.connect(prefix, store[0], int(store[1]))
         self._core = rank == 0
         self._device = torch.device("cuda", 0) if self._config.cells.gpus else torch.device("cpu")
@@ -212,7 +215,7 @@ class Trainer:
             if url is None:
                 raise ChildFailed("the feeder was not announced")
             self._claims = Claims(url, self._secret, self._member)
-        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit)
+        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit, self._patience)
 
     def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
         """This cell's part in an update."""

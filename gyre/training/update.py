@@ -93,11 +93,14 @@ class Part:
         self.update = total.update
         self.word = StateWord(desk.store, total.update)
         self.clock = Clock()
+        self._stage = ""
         self._watch = Watch(desk.store, total.update, desk.patience)
 
     def stage(self, stage: str) -> None:
         """Tell people what this cell does."""
-        self.desk.emit({"type": "stage", "stage": stage, "update": self.update})
+        if stage != self._stage:
+            self._stage = stage
+            self.desk.emit({"type": "stage", "stage": stage, "update": self.update})
 
     def round_key(self, number: int, rest: str = "") -> str:
         """Store word of a round."""
@@ -111,6 +114,7 @@ class Part:
             self.clock.add("wait", begun)
             if answer.step is None:
                 return answer.word, answer.unfinished
+            self.stage("training")
             fault(f"update:{self.update}:claimed", self.desk.member[0])
             begun = time.monotonic()
             self.sum.statistics.add(self.worker.compute(answer.step))
@@ -175,6 +179,7 @@ class CorePart(Part):
                 self.sum.most = max(self.sum.most, 1 + len(members))
                 begun = time.monotonic()
                 if unfinished:
+                    self.stage("waiting")
                     self._bar_silent(members)
                     time.sleep(_POLL_SECONDS)
                     self.clock.add("wait", begun)
@@ -352,6 +357,7 @@ class SatellitePart(Part):
             if word == "barred":
                 return "failed"
             if word in ("closed", "suspended"):
+                self.stage("waiting")
                 self._check_core()
                 time.sleep(_POLL_SECONDS)
 
@@ -389,6 +395,5 @@ class SatellitePart(Part):
             time.sleep(_POLL_SECONDS)
         if verdict == "again":
             self.desk.store.set(self.round_key(number, f"/{rank}/again"), "1")
-            self.stage("training")
         self.clock.add("reduce", begun)
         return verdict == "done"

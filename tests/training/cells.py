@@ -18,6 +18,7 @@ from gyre.trajectories.sample import Sample
 
 SECRET = "open sesame"
 VOCABULARY = 96
+PATIENCE = 8.0  # seconds until a silent member is barred
 FEEDER = Path(__file__).with_name("feeder_program.py")
 
 
@@ -158,6 +159,7 @@ class Cells:
             model=str(self.model),
             address=address,
             scratch=str(self.run_dir.path),
+            patience=PATIENCE,
         )
 
     def train(self, update: int, rank: int, position: int, members: list[int]) -> asyncio.Task:
@@ -233,4 +235,4 @@ class Reference:
         """Largest difference to named weights."""
         own = dict(self.model.named_parameters())
         assert own.keys() == weights.keys()
-        return max(float((own[name] - tensor).abs().max()) for name, tensor in weights.items())
+        return max(float((own[name].data - tensor).abs().max()) for name, tensor in weights.items())

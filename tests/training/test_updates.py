@@ -5,6 +5,7 @@ reference in plain torch that sees one sample at a time.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -12,9 +13,10 @@ import time
 import pytest
 
 from gyre.errors import ChildFailed
-from tests.training.cells import Cells, Reference, make_config, make_model
+from tests.training.cells import PATIENCE, Cells, Reference, make_config, make_model
 
 EXACT = 1e-5
+KILLED_AT_CLAIM, KILLED_AT_REDUCE, ELSEWHERE, FREEZING = 3, 4, 5, 6
 
 
 class Compared:
@@ -53,8 +55,7 @@ async def three_cells_then_two_then_one(cells: Cells, compared: Compared) -> Non
         assert core["micro_steps"] == {"0": core["micro_steps"]["0"]} | {
             str(rank): part["micro_steps"] for rank, part in zip(members[1:], satellites, strict=True)
         }
-        working = {rank for rank, count in core["micro_steps"].items() if count}
-        compared.check(update, groups, core, working)
+        compared.check(update, groups, core, working(core))
     late = await cells.train(3, 1, 1, [0, 1])
     assert late["how"] == "missed"
 
@@ -74,11 +75,9 @@ async def members_without_work(cells: Cells, compared: Compared) -> None:
     await cells.feeder.call("begin", update=5, groups=3)
     core, satellite = cells.train(5, 0, 0, [0, 1]), cells.train(5, 1, 1, [0, 1])
     await cells.seen(type="joined", update=5)
-    os.kill(cells.trainers[0].pid, signal.SIGSTOP)
-    await asyncio.sleep(1.2)  # the claim it had sent comes back empty
-    await cells.feed(50, 51, 52)
-    await idle(cells, 5, 3)
-    os.kill(cells.trainers[0].pid, signal.SIGCONT)
+    async with frozen(cells, 0):
+        await cells.feed(50, 51, 52)
+        await idle(cells, 5, 3)
     compared.check(5, [50, 51, 52], await core, {"1"})
     assert (await satellite)["how"] == "done"
 
@@ -120,8 +119,7 @@ async def suspended_and_resumed(cells: Cells, compared: Compared) -> None:
     await cells.feed(*groups[3:])
     answer, satellite = await asyncio.gather(*parts)
     assert satellite["how"] in ("done", "missed")
-    working = {rank for rank, count in answer["micro_steps"].items() if count}
-    compared.check(6, groups, answer, working)
+    compared.check(6, groups, answer, working(answer))
     await cells.trainers[0].call("park")
     memory = await cells.trainers[0].call("memory")
     assert (memory["gradients"], memory["accumulators"], memory["weights"]) == (0, 0, size)
@@ -129,63 +127,116 @@ async def suspended_and_resumed(cells: Cells, compared: Compared) -> None:
 
 
 async def killed_in_the_middle(cells: Cells, compared: Compared) -> None:
-    """Rank 1, between the others, dies with a claimed micro-step; the survivors are no prefix."""
-    await cells.trainers[1].stop()
-    await cells.spawn(1, GYRE_FAULT="update:7:claimed")
-    cells.generation += 1
-    members, groups = [0, 1, 2], [70, 71, 72, 73, 74, 75]
-    for rank in members:
-        await cells.trainers[rank].call("groups", generation=cells.generation, ranks=members)
-    await cells.feeder.call("begin", update=7, groups=6)
-    parts = [cells.train(7, rank, rank, members) for rank in members]
-    await cells.seen(type="joined", update=7, position=2)
-    await cells.feed(*groups)
-    with pytest.raises(ChildFailed):
-        await parts[1]
-    died = time.monotonic()
-    returned = (await cells.feeder.call("bar", rank=1, incarnation=cells.incarnations[1]))["returned"]["7"]
-    assert len(returned) == 1
-    answer, survivor = await parts[0], await parts[2]
-    assert time.monotonic() - died < 10
-    assert survivor["how"] == "done" and answer["members"] == 3
-    working = {rank for rank, count in answer["micro_steps"].items() if count}
-    assert "1" not in working
-    compared.check(7, groups, answer, working)
+    """A member between two others dies with a claimed micro-step; the survivors are no prefix."""
+    answer = await one_dies(cells, 7, [0, KILLED_AT_CLAIM, 2], "the claim")
+    assert answer["members"] == 3
+    compared.check(7, groups_of(7), answer, working(answer))
 
 
 async def killed_in_the_reduce(cells: Cells, compared: Compared) -> None:
-    """Rank 1 finishes its micro-steps and dies as the reduce begins: all that it did is done again."""
-    await cells.trainers[1].stop()
-    await cells.spawn(1, GYRE_FAULT="update:8:reducing@1")
+    """A member finishes its micro-steps and dies as the reduce begins: all that it did is done again."""
+    answer = await one_dies(cells, 8, [0, KILLED_AT_REDUCE, 2], "the reduce")
+    compared.check(8, groups_of(8), answer, working(answer))
+
+
+async def one_dies(cells: Cells, update: int, members: list[int], where: str) -> dict:
+    """An update in which the member at position 1 kills itself; returns the core's answer."""
     cells.generation += 1
-    members, groups = [0, 1, 2], [80, 81, 82, 83, 84, 85]
-    await cells.feeder.call("begin", update=8, groups=6)
-    parts = [cells.train(8, rank, rank, members) for rank in members]
-    await cells.seen(type="joined", update=8, position=2)
-    await cells.feed(*groups)
+    victim = members[1]
+    for rank in members:
+        await cells.trainers[rank].call("groups", generation=cells.generation, ranks=members)
+    await cells.feeder.call("begin", update=update, groups=6)
+    parts = [cells.train(update, rank, position, members) for position, rank in enumerate(members)]
+    await cells.seen(type="joined", update=update, position=2)
+    async with frozen(cells, members[0], members[2]):  # so that the victim gets something
+        await cells.feed(*groups_of(update)[:2])
+        await cells.seen(type="stream", update=update, claimed=1)
+    await cells.feed(*groups_of(update)[2:])
     with pytest.raises(ChildFailed):
         await parts[1]
     died = time.monotonic()
-    await cells.feeder.call("bar", rank=1, incarnation=cells.incarnations[1])
+    returned = await cells.feeder.call("bar", rank=victim, incarnation=cells.incarnations[victim])
+    assert returned["returned"][str(update)], f"it held nothing when it died at {where}"
     answer, survivor = await parts[0], await parts[2]
     assert time.monotonic() - died < 10
     assert survivor["how"] == "done"
-    assert "1" not in {rank for rank, count in answer["micro_steps"].items() if count}
-    compared.check(8, groups, answer, {rank for rank, count in answer["micro_steps"].items() if count})
+    assert str(victim) not in working(answer)
+    return answer
 
 
 async def another_host(cells: Cells, compared: Compared) -> None:
     """A satellite that does not share the core's memory pulls over HTTP."""
-    await cells.trainers[1].stop()
-    await cells.spawn(1, address="elsewhere")
-    groups = [90, 91]
-    await cells.feeder.call("begin", update=9, groups=2)
-    parts = [cells.train(9, rank, rank, [0, 1]) for rank in (0, 1)]
+    members = [0, ELSEWHERE]
+    await cells.feeder.call("begin", update=9, groups=6)
+    parts = [cells.train(9, rank, position, members) for position, rank in enumerate(members)]
     await cells.seen(type="joined", update=9, position=1)
-    await cells.feed(*groups)
+    await cells.feed(*groups_of(9))
     answer, satellite = await asyncio.gather(*parts)
     assert satellite["how"] == "done"
-    compared.check(9, groups, answer, {rank for rank, count in answer["micro_steps"].items() if count})
+    compared.check(9, groups_of(9), answer, working(answer))
+
+
+async def stopped_and_barred(cells: Cells, compared: Compared) -> None:
+    """A member freezes with a claimed micro-step and nobody says so: the core notices and bars it."""
+    members = [0, 1, FREEZING]
+    cells.generation += 1
+    await cells.feeder.call("begin", update=10, groups=6)
+    parts = [cells.train(10, rank, position, members) for position, rank in enumerate(members)]
+    await cells.seen(type="joined", update=10, position=2)
+    async with frozen(cells, 0, 1):
+        await cells.feed(*groups_of(10)[:2])
+        while not (cells.run_dir.path / "mark").exists():
+            await asyncio.sleep(0.02)
+    await cells.feed(*groups_of(10)[2:])
+    os.kill(cells.trainers[FREEZING].pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    answer, survivor = await parts[0], await parts[1]
+    assert PATIENCE - 1 <= time.monotonic() - stopped < 2 * PATIENCE + 10
+    barred = await cells.seen(type="barred", update=10)
+    assert (barred["rank"], barred["incarnation"]) == (FREEZING, cells.incarnations[FREEZING])
+    assert survivor["how"] == "done"
+    compared.check(10, groups_of(10), answer, working(answer))
+    os.kill(cells.trainers[FREEZING].pid, signal.SIGKILL)
+    with pytest.raises(ChildFailed):
+        await parts[2]
+
+
+@contextlib.asynccontextmanager
+async def frozen(cells: Cells, *ranks: int):
+    """Stop these trainers for a while; the claims that they had sent come back empty first."""
+    for rank in ranks:
+        os.kill(cells.trainers[rank].pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            os.kill(cells.trainers[rank].pid, signal.SIGCONT)
+
+
+def groups_of(update: int) -> list[int]:
+    """The six groups of an update."""
+    return [10 * update + i for i in range(6)]
+
+
+def working(answer: dict) -> set[str]:
+    """Ranks that have micro-steps in an update."""
+    return {rank for rank, count in answer["micro_steps"].items() if count}
+
+
+async def start(cells: Cells, everyone: bool) -> None:
+    """Start the trainers side by side: the core, two satellites, and those with a fate of their own."""
+    starting = [cells.spawn(rank) for rank in range(3)]
+    if everyone:
+        mark = str(cells.run_dir.path / "mark")
+        starting += [
+            cells.spawn(KILLED_AT_CLAIM, GYRE_FAULT="update:7:claimed"),
+            cells.spawn(KILLED_AT_REDUCE, GYRE_FAULT=f"update:8:reducing@{KILLED_AT_REDUCE}"),
+            cells.spawn(ELSEWHERE, address="elsewhere"),
+            cells.spawn(FREEZING, GYRE_FAULT="update:10:claimed", GYRE_FAULT_MARK=mark),
+        ]
+    core, *_ = await asyncio.gather(*starting)
+    assert core["snapshot"] == 0
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -195,9 +246,9 @@ def test_every_membership_gives_the_update_of_one_process(tmp_path, zero_stage):
 
     async def scenario() -> None:
         async with Cells(tmp_path / "run", model, config) as cells:
-            starts = await asyncio.gather(*(cells.spawn(rank) for rank in range(3)))
+            await start(cells, everyone=zero_stage == 2)
             compared = Compared(cells, Reference(model, config))
-            assert starts[0]["snapshot"] == 0 and compared.reference.distance(cells.weights_of(0)) == 0
+            assert compared.reference.distance(cells.weights_of(0)) == 0
             await three_cells_then_two_then_one(cells, compared)
             if zero_stage == 2:
                 await members_without_work(cells, compared)
@@ -205,6 +256,7 @@ def test_every_membership_gives_the_update_of_one_process(tmp_path, zero_stage):
                 await killed_in_the_middle(cells, compared)
                 await killed_in_the_reduce(cells, compared)
                 await another_host(cells, compared)
+                await stopped_and_barred(cells, compared)
             print(compared.distances)
 
     try:
