@@ -92,13 +92,19 @@ def norm_of(flat: torch.Tensor) -> float:
 
 
 class Groups:
-    """The raw process groups of one rank with other cells."""
+    """The raw process groups of one rank with other cells; `address` is this node's, as the others reach it."""
 
     def __init__(
-        self, connect: Callable[[], dist.Store], rank: int, device: torch.device | str, timeout: float
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        device: torch.device | str,
+        address: str,
+        timeout: float,
     ) -> None:
         self._connect = connect  # a client of its own for each group: a group that waits blocks its client
         self._rank = rank
+        self._address = address
         self._cuda = torch.device(device).type == "cuda"
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -111,13 +117,20 @@ class Groups:
         """
         key = (name, tuple(ranks))
         if key not in self._groups:
-            make = dist.ProcessGroupNCCL if self._cuda else dist.ProcessGroupGloo
             try:
                 store = dist.PrefixStore(f"groups/{name}/{len(ranks)}", self._connect())
-                self._groups[key] = make(store, list(ranks).index(self._rank), len(ranks), timeout=self._timeout)
+                self._groups[key] = self._make(store, list(ranks).index(self._rank), len(ranks))
             except (RuntimeError, ValueError) as error:
                 raise ReduceFailed(f"group {name} of ranks {list(ranks)}: {str(error).splitlines()[0]}") from error
         return self._groups[key]
+
+    def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+        if self._cuda:
+            return dist.ProcessGroupNCCL(store, rank, size, timeout=self._timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
     def forget(self, name: str, ranks: Sequence[int]) -> None:
         """Drop a group that failed, calling off what still runs on it."""

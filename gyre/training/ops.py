@@ -2,7 +2,7 @@
 
     python -m gyre.training.ops
 
-The trainer is configured so that DeepSpeed compiles nothing (`gyre.training.trainer`). This takes one optimizer step
+The trainer is configured so that DeepSpeed compiles nothing (`gyre.training.core`). This takes one optimizer step
 on a small model the way the trainer does; should a DeepSpeed version compile something after all, it happens here, with
 a line that shows the time, and is cached for the runs to come ($TORCH_EXTENSIONS_DIR). Done once per installation.
 """
@@ -54,7 +54,7 @@ def try_once() -> None:
     from transformers.utils import logging as transformers_logging
 
     from gyre import config as configuration
-    from gyre.training.trainer import CoreModel, begin_world
+    from gyre.training.core import CoreModel, begin_world
 
     shape = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = configuration.build(

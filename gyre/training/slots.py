@@ -9,6 +9,7 @@ announcement and a lock is noticed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from gyre.checksum import checksum as checksum_of
-from gyre.errors import WeightsMismatch
+from gyre.errors import UserError, WeightsMismatch
 
 SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
@@ -132,6 +133,16 @@ def mapped(descriptor: int, writable: bool) -> Iterator[tuple[str, torch.Tensor]
         yield name, flat.view(entry["shape"])
 
 
+def _allocate(descriptor: int, size: int) -> None:
+    """Have the memory of a file: without room it is an error here, and not a SIGBUS when a page is touched."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"{SHARED} has no room for {size >> 20} MiB of weights; make it larger") from error
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 @dataclass
 class _Slot:
@@ -161,7 +172,7 @@ class Slots:
             header = _header(specs, metadata)
             size = len(header) + sum(spec.bytes for spec in specs)
             os.ftruncate(slot.descriptor, size)
-            os.posix_fallocate(slot.descriptor, 0, size)  # a full /dev/shm is an error here, not a SIGBUS later
+            _allocate(slot.descriptor, size)
             os.pwrite(slot.descriptor, header, 0)
             for (_, place), tensor in zip(mapped(slot.descriptor, True), tensors, strict=True):
                 place.copy_(tensor)

@@ -118,7 +118,7 @@ class Trainer:
         torch.set_num_threads(self._config.train.threads)
         torch.manual_seed(self._config.seed)
         begin_world(self._device, self._config.network.interface)
-        self._groups = Groups(lambda: self._store.clone().torch_store, rank, self._device, _GROUP_TIMEOUT)
+        self._groups = Groups(lambda: self._store.clone().torch_store, rank, self._device, address, _GROUP_TIMEOUT)
         answer = self._start_core() if self._core else self._start_satellite()
         answer["parameters"] = sum(spec.bytes // spec.dtype.itemsize for spec in self._model.specs)
         return answer | {"seconds": time.monotonic() - begun}

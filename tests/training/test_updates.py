@@ -232,7 +232,7 @@ async def start(cells: Cells, everyone: bool) -> None:
         starting += [
             cells.spawn(KILLED_AT_CLAIM, GYRE_FAULT="update:7:claimed"),
             cells.spawn(KILLED_AT_REDUCE, GYRE_FAULT=f"update:8:reducing@{KILLED_AT_REDUCE}"),
-            cells.spawn(ELSEWHERE, address="elsewhere"),
+            cells.spawn(ELSEWHERE, address="localhost"),  # another name, so another host
             cells.spawn(FREEZING, GYRE_FAULT="update:10:claimed", GYRE_FAULT_MARK=mark),
         ]
     core, *_ = await asyncio.gather(*starting)
