@@ -81,3 +81,5 @@ class CpuWorker(Weights, CPUWorker):
             _restore(self._released_weights)
         if tags is None or "kv_cache" in tags:
             _restore(self._released_kv)
+            for tensor in self.gyre_kv_tensors():
+                tensor.zero_()  # attention multiplies whole blocks, and what memory holds may be no number

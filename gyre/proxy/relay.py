@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 import uuid
 from array import array
@@ -189,6 +190,7 @@ class Relay:
             index, delta = piece["index"], piece.get("delta") or {}
             choice = self._choices[index]
             values, entries = chat.chat_logprobs(piece)
+            self._demand_sound(spans[index], piece, values)
             self._sample(choice, spans[index], piece, values, entries)
             choice.merge(delta)
             if self._live:
@@ -200,11 +202,22 @@ class Relay:
             if piece.get("finish_reason") == "abort":
                 raise Moved("aborted")
             values, entries = chat.completion_logprobs(piece, self._request.top_logprobs)
+            self._demand_sound(spans[0], piece, values)
             text = self._own_text(piece, values, entries)
             self._sample(self._choices[0], spans[0], piece, values, entries)
             self._choices[0].merge({"content": text})
             if self._live:
                 await self._show_piece(0, {"content": text}, piece, entries)
+
+    def _demand_sound(self, span: Span, piece: Json, values: list[float]) -> None:
+        """Refuse tokens that cannot be recorded, before anything is made of them."""
+        tokens = piece.get("token_ids") or []
+        if len(tokens) != len(values):
+            raise Broken(f"{len(tokens)} tokens with {len(values)} log-probabilities")
+        if not all(value is not None and math.isfinite(value) for value in values):
+            # Its logits were no numbers: nothing can be trained on this, and another try may well be right.
+            log.error("execution %d: engine %d: log-probabilities %s", self._execution.number, span.engine, values)
+            raise Broken("log-probabilities that are no numbers", answered=True)
 
     def _own_text(self, piece: Json, values: list[float], entries: list[Json]) -> str:
         """Text of a continuation's tokens; a stop string cuts the piece short and finishes it."""
@@ -221,8 +234,6 @@ class Relay:
 
     def _sample(self, choice: Choice, span: Span, piece: Json, values: list[float], entries: list[Json]) -> None:
         tokens = piece.get("token_ids") or []
-        if len(tokens) != len(values):
-            raise Broken(f"{len(tokens)} tokens with {len(values)} log-probabilities")
         if tokens and not self._first_token:
             self._first_token = time.monotonic() - self._begun
         choice.sample(span, tokens, values)

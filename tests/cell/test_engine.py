@@ -266,6 +266,25 @@ def test_a_held_gate_parks_requests_and_a_sync_changes_what_they_get(opened, oth
     opened.run(scenario())
 
 
+def test_a_loaded_engine_keeps_nothing_of_the_snapshot(opened, other, tmp_path):
+    """The slot that a snapshot lies in is recycled for a later one while the engine serves."""
+
+    async def scenario():
+        slot = tmp_path / "slot.safetensors"
+        slot.write_bytes((opened.path / "model.safetensors").read_bytes())
+        await opened.process.hold()
+        await opened.process.load(slot, trainers_checksum(opened.path), 1)
+        await opened.process.admit(1)
+        before = await opened.complete()
+        with open(slot, "r+b") as file:
+            file.write((other / "model.safetensors").read_bytes())
+        after = await opened.complete(PROMPT[:1] + PROMPT)  # nothing of it is cached
+        assert_sampled_by(opened.path, PROMPT[:1] + PROMPT, after[0], after[1])
+        assert_sampled_by(opened.path, PROMPT, before[0], before[1])
+
+    opened.run(scenario())
+
+
 def test_a_load_empties_the_prefix_cache(opened):
     async def scenario():
         prompt = PROMPT + PROMPT

@@ -66,8 +66,8 @@ def logprob(position: int, token: int) -> float:
 
 @dataclass
 class Fault:
-    """What happens to the next request: after `tokens` tokens, `how` (moved, drop, error, stall), or at once (refused,
-    closed, 500, 400)."""
+    """What happens to the next request: after `tokens` tokens, `how` (moved, drop, error, stall, nan: a token whose
+    log-probability is no number), or at once (refused, closed, 500, 400)."""
 
     how: str
     tokens: int = 0
@@ -189,6 +189,9 @@ class FakeEngine:
                     return response
                 if how == "stall":
                     await asyncio.sleep(3600)
+                if how == "nan":
+                    await self.piece(send, body, chat, tokens[at : at + 1], None, "?", None, None)
+                    return response
                 data = b'data: {"error": {"message": "died", "code": 500}}\n\n'
                 if how == "moved":
                     data = b'event: gyre\ndata: {"moved": true}\n\n'
@@ -210,7 +213,7 @@ class FakeEngine:
         return response
 
     async def piece(self, send, body, chat, ids, at, text, reason, stop) -> None:
-        values = [logprob(at + i, token) for i, token in enumerate(ids)]
+        values = [None if at is None else logprob(at + i, token) for i, token in enumerate(ids)]
         names = [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
         choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "stop_reason": stop}
         if chat:

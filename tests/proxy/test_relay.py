@@ -69,7 +69,7 @@ def test_streamed_answer(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("how", ["moved", "drop", "error"])
+@pytest.mark.parametrize("how", ["moved", "drop", "error", "nan"])
 @pytest.mark.parametrize("cut", range(0, len(TOKENS), 3))
 def test_continues_after_a_cut_anywhere(tmp_path, cut, how, streaming):
     async def scenario():
