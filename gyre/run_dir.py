@@ -1,16 +1,16 @@
 """Every path under logs/<run>/, atomic writes, and the append-only event log.
 
-    <run>/config.yaml                 the resolved configuration
-    <run>/events.jsonl                one event a line, written by rank 0 alone (`gyre.events`)
-    <run>/status.json                 what the live view shows, replaced every second
-    <run>/summary.json                written when an attempt ends
-    <run>/rendezvous.json             where the present attempt's store is; readable by its owner only
-    <run>/lock                        held by rank 0 while an attempt runs
-    <run>/attempts/<a>/<name>.log     one log per process
-    <run>/executions/<n>/spec.json    task, group and member of execution n
-    <run>/executions/<n>/<try>/       workspace, task.json, harness.log, records of one try
-    <run>/executions/<n>/outcome.json linked into place once: execution n is closed
-    <run>/checkpoints/<v>/            what resuming at policy version v needs; valid once <v>/COMMIT is there
+<run>/config.yaml                 the resolved configuration
+<run>/events.jsonl                one event a line, written by rank 0 alone (`gyre.events`)
+<run>/status.json                 what the live view shows, replaced every second
+<run>/summary.json                written when an attempt ends
+<run>/rendezvous.json             where the present attempt's store is; readable by its owner only
+<run>/lock                        held by rank 0 while an attempt runs
+<run>/attempts/<a>/<name>.log     one log per process
+<run>/executions/<n>/spec.json    task, group and member of execution n
+<run>/executions/<n>/<try>/       workspace, task.json, harness.log, records of one try
+<run>/executions/<n>/outcome.json linked into place once: execution n is closed
+<run>/checkpoints/<v>/            what resuming at policy version v needs; valid once <v>/COMMIT is there
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ All keys live under ``gyre/<run>/<attempt>/``. The store carries control words o
 | ``feeder`` | URL of the feeder | rank 0 | trainers |
 | ``snapshots`` | URL of the weight server | rank 0 | engines' supervisors, satellites' trainers |
 | ``snapshot/<id>`` | JSON: layout, checksum and place of one snapshot | core trainer | whoever pulls |
-| ``stream/<u>/state`` | ``open:<k>``, ``closed:<k>`` or ``suspended:<k>``, by compare-and-set | core; joiners | trainers |
+| ``stream/<u>/state`` | ``open:<k>``, ``closed:<k>`` or ``suspended:<k>``, compared and set | trainers | trainers |
 | ``stream/<u>/round/<r>`` | JSON: members of a reduce round, and its verdict | core trainer | members |
 | ``policy`` | last committed policy version | scheduler, after the commit | everybody |
 | ``stop`` | why the run ends | scheduler | every supervisor |

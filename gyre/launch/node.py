@@ -126,7 +126,8 @@ def scratch(config: Config, run_name: str, attempt: int, rank: int) -> Path:
     base = config.network.scratch or os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     run = hashlib.sha256(f"{os.getuid()}/{config.root}/{run_name}/{socket.gethostname()}".encode()).hexdigest()[:10]
     path = Path(base) / f"gyre-{run}-{attempt}-{rank}"
-    shutil.rmtree(path, ignore_errors=True)  # of a machine that died in this very attempt
+    for left in Path(base).glob(f"gyre-{run}-*-{rank}"):  # of an attempt that was killed; only one runs at a time
+        shutil.rmtree(left, ignore_errors=True)
     try:
         path.mkdir(mode=0o700, parents=True)
     except OSError as error:

@@ -451,6 +451,7 @@ class World:
     # -- faults ------------------------------------------------------------------------------------------------------
     def _plan_faults(self) -> None:
         chances, satellites = self.chances, [rank for rank in self.cells if rank]
+
         def when() -> float:
             return self.random.uniform(5, chances.horizon)
 
