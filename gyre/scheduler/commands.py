@@ -216,11 +216,10 @@ class Train(Command):
 
 @dataclass(frozen=True)
 class Feed(Command):
-    """Feeder, `feed`: a ready group, its usable executions, and the policy version committed when it was admitted."""
+    """Feeder, `feed`: a ready group and its usable executions."""
 
     group: int
     executions: tuple[int, ...]
-    policy: int
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,7 @@ class SchedulerLoop:
             case c.Feed():
                 # Not awaited: its files are read meanwhile. Calls reach the feeder in the order in which they are made.
                 feeding = asyncio.create_task(
-                    self._feeder(
-                        "feed", group=command.group, executions=list(command.executions), policy=command.policy
-                    )
+                    self._feeder("feed", group=command.group, executions=list(command.executions))
                 )
                 self._feeding.add(feeding)
             case c.DropGroup():

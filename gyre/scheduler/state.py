@@ -249,7 +249,7 @@ class SchedulerState:
             return
         self.groups.admit(group)
         self.emit(Log(GroupReady(group.number, group.rewards)))
-        self.emit(Feed(group.number, tuple(outcome.n for outcome in group.usable), self.committed))
+        self.emit(Feed(group.number, tuple(outcome.n for outcome in group.usable)))
 
     def _try_failed(self, event: TryFailed) -> None:
         self.executions.try_failed(event.n, event.try_number, event.reason)

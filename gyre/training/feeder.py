@@ -6,7 +6,7 @@ What it knows is `gyre.training.supply`; this is the shell around it: operations
 directory, and an HTTP interface for trainers. Operations:
 
 start(secret, address, port=0, trained=[groups trained by earlier attempts' commits]) -> {"url"}
-feed(group, executions, policy)      a ready group, in the order of training; -> {"rows", "tokens", "reward"}
+feed(group, executions)              a ready group, in the order of training; -> {"rows", "tokens", "reward"}
 drop(group)                          -> {"dropped"}: false where it is taken already
 begin(update, groups) ; suspend(update) ; resume(update) ; close_short(update, groups?) -> {"groups"}
 bar(rank, incarnation)               -> {"returned": {update: micro-steps}}
@@ -114,9 +114,9 @@ class Feeder:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def feed(self, group: int, executions: list[int], policy: int) -> dict[str, Any]:
+    async def feed(self, group: int, executions: list[int]) -> dict[str, Any]:
         """Take a ready group; its place in the order is that of the call, though its files are read meanwhile."""
-        self._supply.reserve(group, policy)
+        self._supply.reserve(group)
         try:
             rows, scores = await asyncio.to_thread(rows_of, self._run_dir, self._config, group, executions)
         except BaseException:
@@ -136,7 +136,7 @@ class Feeder:
 
     async def begin(self, update: int, groups: int) -> None:
         """Open the stream of an update."""
-        self._supply.begin(update, groups)
+        self._supply.begin(update, groups, (update - 1) // self._config.train.updates_per_batch)
         self._wake()
 
     async def suspend(self, update: int) -> None:

@@ -34,6 +34,7 @@ class Stream:
 
     update: int
     groups: int  # that it takes
+    policy: int  # version that it improves on
     taken: list[int] = field(default_factory=list)
     leftover: list[Row] = field(default_factory=list)  # rows of taken groups that are in no micro-step yet
     steps: dict[int, MicroStep] = field(default_factory=dict)
@@ -69,7 +70,6 @@ class Supply:
         self._budget = budget
         self._seen: set[int] = set(trained)  # fed once already, in the whole run
         self._ready: dict[int, list[Row] | None] = {}  # untaken, in order; None while its samples are loading
-        self._policy: dict[int, int] = {}
         self._barred: set[Member] = set()
         self.streams: dict[int, Stream] = {}
 
@@ -79,13 +79,12 @@ class Supply:
         return len(self._ready)
 
     # -- groups ----------------------------------------------------------------------------------------------------
-    def reserve(self, group: int, policy: int = 0) -> None:
-        """A group takes its place in the order; its rows come with `fill`. `policy` is the version now trained on."""
+    def reserve(self, group: int) -> None:
+        """A group takes its place in the order; its rows come with `fill`."""
         if group in self._seen:
             raise InvariantBroken(12, f"group {group} was fed before; a group is trained on in one update of a run")
         self._seen.add(group)
         self._ready[group] = None
-        self._policy[group] = policy
 
     def fill(self, group: int, rows: list[Row]) -> None:
         """The rows of a reserved group; none where it has nothing to teach. A group dropped since is ignored."""
@@ -101,13 +100,13 @@ class Supply:
         return True
 
     # -- updates ---------------------------------------------------------------------------------------------------
-    def begin(self, update: int, groups: int) -> None:
-        """Open the stream of an update that takes this many groups."""
+    def begin(self, update: int, groups: int, policy: int = 0) -> None:
+        """Open the stream of an update that takes this many groups; `policy` is the version that it improves on."""
         if update in self.streams:
             raise StreamConflict(f"update {update} was begun before")
         if self.streams and update < max(self.streams):
             raise StreamConflict(f"update {update} comes after update {max(self.streams)}")
-        self.streams[update] = Stream(update, groups)
+        self.streams[update] = Stream(update, groups, policy)
         self.streams[update].leases.barred |= self._barred
 
     def stream(self, update: int) -> Stream:
@@ -203,7 +202,7 @@ class Supply:
         stream.cells += step.tokens.size
         for row in rows:
             sample = row.sample
-            lag = self._policy[sample.group] - sample.versions[sample.trained]
+            lag = stream.policy - sample.versions[sample.trained]
             stream.tokens += len(sample)
             stream.trained += len(lag)
             stream.stale += float(lag.sum())

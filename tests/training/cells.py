@@ -179,7 +179,7 @@ class Cells:
         for group in groups:
             for n, score in zip(executions_of(group), (0.0, 1.0), strict=True):
                 self.close_execution(n, score)
-            await self.feeder.call("feed", 30, group=group, executions=executions_of(group), policy=0)
+            await self.feeder.call("feed", 30, group=group, executions=executions_of(group))
 
     def weights_of(self, snapshot: int) -> dict:
         """A copy of a snapshot's tensors."""
