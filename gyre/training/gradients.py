@@ -1,8 +1,9 @@
 """Sums of gradients: fp32 accumulators of a cell, and their reduction onto the core over a prefix of the cells.
 
 Each cell has a default process group of its own, and DeepSpeed never sees the other cells. Across cells there are raw
-process groups over the run's store, one per (name, members), made when a reduce first needs them: by then all members
-are there. A group that failed is dead for good; the next one has another name.
+process groups over the run's store, one per (name, members): those of every prefix of a generation's cells are built
+ahead, so that a satellite that joins an update meets the others at once; those of a round that lost one are made in
+that round. A group that failed is dead for good; the next one has another name.
 """
 
 from __future__ import annotations
@@ -123,6 +124,15 @@ class Groups:
             except (RuntimeError, ValueError) as error:
                 raise ReduceFailed(f"group {name} of ranks {list(ranks)}: {str(error).splitlines()[0]}") from error
         return self._groups[key]
+
+    def build_prefixes(self, name: str, ranks: Sequence[int]) -> None:
+        """Build the groups of all prefixes of `ranks` that this rank is in, smallest first.
+
+        Raises:
+            ReduceFailed: a member did not come within the timeout.
+        """
+        for size in range(max(2, list(ranks).index(self._rank) + 1), len(ranks) + 1):
+            self.get(name, ranks[:size])
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
         if self._cuda:

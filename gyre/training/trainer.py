@@ -18,7 +18,8 @@ park()       give device memory back: a satellite's weights, gradients and accum
              accumulators (and on a GPU its weights and optimizer state go to CPU memory); a partial sum of a
              suspended update is kept. A no-op while parked -> {"seconds"}
 groups(generation, ranks)
-    The process groups of this generation are those of `ranks` (all living cells, in prefix order). -> {}
+    Build the process groups of a generation: one for every prefix of `ranks` (all living cells, in prefix order) that
+    this cell is in. All its cells must do it at about the same time. -> {}
 train(update, position, generation, members)
     This cell's part in an update; it returns when that is over. `position` is this cell's place in the prefix (0: the
     core), `members` are the ranks of the generation in prefix order. Wakes by itself where wake was not called.
@@ -66,7 +67,7 @@ from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
 from gyre.training.core import CoreModel, begin_world
-from gyre.training.gradients import Groups
+from gyre.training.gradients import Groups, ReduceFailed
 from gyre.training.model import DTYPES, SatelliteModel, trim_heap
 from gyre.training.slots import Slots, remove_shared, shared_prefix
 from gyre.training.stream import Claims
@@ -206,8 +207,17 @@ class Trainer:
 
     # -- updates -----------------------------------------------------------------------------------------------------
     def groups(self, generation: int, ranks: list[int]) -> None:
-        """Process groups are made when a reduce first needs them; those of other generations go now."""
-        self._groups.keep_only(f"g{generation}")
+        """Build this cell's groups of a generation; all its cells do it at once, each from the smallest one on.
+
+        A generation whose groups do not come about is dead: rounds then make groups of their own, at some cost.
+        """
+        name = f"g{generation}"
+        self._groups.keep_only(name)
+        try:
+            self._groups.build_prefixes(name, ranks)
+        except ReduceFailed as error:
+            log.warning("generation %d: %s", generation, error)
+            self._store.set(f"groups/{name}/dead", "1")
 
     def _desk(self) -> Desk:
         if self._claims is None:

@@ -169,6 +169,12 @@ class Cells:
         )
         return asyncio.create_task(call)
 
+    async def build_groups(self, members: list[int]) -> None:
+        """Have the groups of all prefixes of these cells built, by all of them at once."""
+        calls = [self.trainers[rank].call("groups", 30, generation=self.generation, ranks=members) for rank in members]
+        await asyncio.gather(*calls)
+        assert self.store.get(f"groups/g{self.generation}/dead") is None
+
     def close_execution(self, n: int, score: float) -> None:
         """The outcome file that the feeder reads."""
         self.run_dir.execution(n).mkdir(parents=True, exist_ok=True)

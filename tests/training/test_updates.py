@@ -41,6 +41,7 @@ class Compared:
 
 
 async def three_cells_then_two_then_one(cells: Cells, compared: Compared) -> None:
+    await cells.build_groups([0, 1, 2])
     for update, members in ((1, [0, 1, 2]), (2, [0, 1]), (3, [0])):
         groups = [10 * update + i for i in range(6)]
         await cells.feeder.call("begin", update=update, groups=6)
@@ -143,8 +144,7 @@ async def one_dies(cells: Cells, update: int, members: list[int], where: str) ->
     """An update in which the member at position 1 kills itself; returns the core's answer."""
     cells.generation += 1
     victim = members[1]
-    for rank in members:
-        await cells.trainers[rank].call("groups", generation=cells.generation, ranks=members)
+    await cells.build_groups(members)
     await cells.feeder.call("begin", update=update, groups=6)
     parts = [cells.train(update, rank, position, members) for position, rank in enumerate(members)]
     await cells.seen(type="joined", update=update, position=2)
