@@ -81,3 +81,21 @@ def test_a_run_that_cannot_start_says_why_and_leaves_nothing(place, tmp_path):
     config = tiny(tmp_path, engine={"args": {"no-such-flag": 1}})
     assert place.launch("run", config, "--name", "failed") in (1, 2)
     assert "no-such-flag" in place.output()
+
+
+@pytest.mark.full
+def test_with_shuffled_advantages_tiny_does_not_learn(place):
+    """The control: whatever else the run does right, the reward comes from the advantages."""
+    assert place.launch("run", "configs/tiny.yaml", "--name", "control", "train.advantages=shuffled", timeout=400) == 0
+    rewards = place.run("control").summary["reward"]
+    assert len(rewards) == 16
+    assert max(rewards) < 0.4, rewards
+
+
+@pytest.mark.full
+def test_two_runs_on_one_host_do_not_collide(place, tmp_path):
+    config = tiny(tmp_path, train={"updates": 3})
+    processes = [place.start("run", config, "--name", name) for name in ("one", "other")]
+    assert [process.wait(300) for process in processes] == [0, 0], place.output()
+    for name in ("one", "other"):
+        assert_whole(place.run(name).summary)
