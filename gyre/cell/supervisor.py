@@ -84,7 +84,11 @@ class CellSupervisor:
         self._status.doing = "preparing the model"
         config = self._context.config
         self._model = await asyncio.to_thread(models.resolve, config.model.path, self._progress, config.root)
-        await asyncio.gather(self._start_engine(), self._start_trainer())
+        if config.cells.gpus:  # an engine takes the memory that it finds free, and a started trainer is parked
+            await self._start_trainer()
+            await self._start_engine()
+        else:
+            await asyncio.gather(self._start_engine(), self._start_trainer())
         self._status.doing = "ready"
         self._report_ready()
 
