@@ -106,18 +106,23 @@ class Place:
         return {path.name for path in Path("/dev/shm").iterdir()}
 
     def processes(self) -> list[int]:
-        """Living processes that were started from here."""
+        """Living processes that were started from here: by their environment, or, forked ones, by their log."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    marked = f"GYRE_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                    ours = f"GYRE_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                    ours = ours or os.readlink(entry / "fd/1").startswith(f"{self.path}/")
                     zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
                 except OSError:
                     continue
-                if marked and not zombie:
+                if ours and not zombie:
                     found.append(int(entry.name))
         return found
+
+    def engines(self, rank: int) -> list[int]:
+        """The processes of a rank's engine."""
+        return [pid for pid in self.processes() if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/engine-{rank}.log")]
 
     def kill_everything(self) -> None:
         """SIGKILL to every process started from here, until none is left."""

@@ -1,6 +1,7 @@
 """The whole on one machine: real engines, a real DeepSpeed core, real harnesses; elasticity, starvation, the end."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -63,6 +64,40 @@ def test_a_starved_batch_is_suspended_topped_up_and_finished(place, tmp_path):
     assert not {1, 2} & set(groups)
     assert sum(summary["joins"]) >= 1, "no satellite ever joined"
     assert_memory_is_handed_over(run)
+
+
+def test_a_satellite_that_dies_in_an_update_costs_no_more_than_its_work(place, tmp_path):
+    config = tiny(
+        tmp_path,
+        scheduler={"batch_groups": 8, "lookahead": 0.0},
+        train={"updates": 4, "micro_tokens": 64},
+        network={"alive_timeout": 10},
+    )
+    dying = ",".join(f"update:{update}:claimed@1" for update in range(1, 4))
+    assert place.launch("run", config, "--name", "dying", GYRE_FAULT=dying) == 0, place.output()
+    run = place.run("dying")
+    summary = run.summary
+    assert_whole(summary)
+    assert summary["updates"] == 4
+    assert run.events("rank_lost"), "the satellite never died: it joined no update"
+    assert {e["attempt"] for e in run.events("run_started")} == {1}, "only the satellite was to start again"
+    groups = run.trained_groups()
+    assert len(groups) == len(set(groups)) == 4 * 8
+
+
+def test_an_engine_that_dies_is_replaced_and_no_request_is_lost(place, tmp_path):
+    config = tiny(tmp_path, train={"updates": 4})
+    process = place.start("run", config, "--name", "engine")
+    run = place.run("engine")
+    run.wait_for(lambda run: run.dir.commits())
+    for pid in place.engines(1):
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(200) == 0, place.output()
+    summary = run.summary
+    assert_whole(summary)
+    assert summary["updates"] == 4
+    assert [e for e in run.events("role_reached") if e["rank"] == 1 and e["state"] == "FAILED"]
+    assert {e["attempt"] for e in run.events("run_started")} == {1}
 
 
 def test_ctrl_c_stops_everything_and_says_how_to_go_on(place, tmp_path):
