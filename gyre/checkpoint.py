@@ -3,10 +3,10 @@
     <version>/deepspeed/<tag>/   weights and optimizer state, as DeepSpeed saves them; a tag is never used twice
     <version>/model/             the same weights as a Hugging Face model, for whoever wants to use them
     <version>/random.pt          random states of the trainer
-    <version>/cursor.json        where the scheduler was: tasks, groups trained, accepted outcomes
+    <version>/cursor.json        where the scheduler was: groups dispatched, trained and dropped
     <version>/COMMIT             JSON: version, update, attempt, tag, checksum; renamed into place last
 
-DeepSpeed's own `latest` file is ignored: a commit is loaded by the tag that its record names. A directory without
+DeepSpeed writes no `latest` file: a commit is loaded by the tag that its record names. A directory without
 COMMIT is half a commit of an attempt that died, and is removed at the next start. A version is committed once and
 never means two different weights (invariant 15).
 """

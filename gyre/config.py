@@ -66,7 +66,7 @@ class ScoreConfig(_Section):
 
 
 class HarnessConfig(_Section):
-    """The user's agent: any command that talks to an OpenAI- or Anthropic-style endpoint."""
+    """The user's agent: any command that talks to an OpenAI-style endpoint."""
 
     command: list[str] = Field(
         min_length=1, description="Started in a fresh workspace. {root} is where Gyre was started."
@@ -103,7 +103,7 @@ class EngineConfig(_Section):
         default_factory=dict, description="Further vLLM server flags, without the dashes: {max-num-seqs: 16}."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the engine process.")
-    start_timeout: float = Field(900.0, gt=0, description="Seconds an engine may take to start.")
+    start_timeout: float = Field(900.0, gt=0, description="Seconds an engine, or a trainer, may take to start.")
 
 
 class ServingConfig(_Section):
@@ -186,7 +186,12 @@ class SlurmConfig(_Section):
 class NetworkConfig(_Section):
     """Ports, interface and node-local scratch of a run."""
 
-    port_base: int = Field(0, ge=0, le=60000, description="First port of the run; 0 lets the system choose free ones.")
+    port_base: int = Field(
+        0,
+        ge=0,
+        le=60000,
+        description="First port of what is served between nodes, 16 a rank; 0 lets the system choose free ones.",
+    )
     interface: str | None = Field(None, description="Network interface between ranks; null finds one by its routes.")
     scratch: str | None = Field(None, description="Node-local directory; null takes $SLURM_TMPDIR, $TMPDIR or /tmp.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds in which every rank must have reported.")

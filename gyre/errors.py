@@ -10,7 +10,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_FAULT = 1  # an internal fault: traceback in the log, one line on the screen
 EXIT_USER = 2  # bad input: one line that says what to change
-EXIT_RESTART = 75  # a rank lost the store or was superseded: its restarter may start it again (EX_TEMPFAIL)
+EXIT_RESTART = 75  # a rank lost the store or a child, or counts as lost: its restarter starts it again (EX_TEMPFAIL)
 EXIT_INTERRUPTED = 130
 
 

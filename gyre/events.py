@@ -4,7 +4,8 @@ Two families, both frozen dataclasses, encoded to flat JSON objects with a `kind
 
 * *inputs* are everything the scheduler's state can react to. They arrive over the store's ``reports`` list (or, on
   rank 0, directly), and each one is logged with its time, so that a production log can be replayed.
-* *facts* are what the scheduler decided. They are logged for people, reports and the live view.
+* *facts* are what the scheduler decided, and what the coordinator says of the attempt (`RunStarted`, `Usage`,
+  `RunEnded`). They are logged for people, reports and the live view.
 
 An event in ``events.jsonl`` carries ``t`` (unix seconds) and ``attempt`` beside its own fields.
 Times in fields are seconds, versions are policy versions (0 is the initial weights), ranks are Slurm ranks.
@@ -174,7 +175,7 @@ class PolicyCommitted(Event):
 
 @dataclass(frozen=True)
 class GroupsBuilt(Event):
-    """A cell has the process groups of a generation."""
+    """A cell has the process groups of a generation: one for every prefix that it is in."""
 
     rank: int
     incarnation: int

@@ -6,9 +6,10 @@
 <run>/summary.json                written when an attempt ends
 <run>/rendezvous.json             where the present attempt's store is; readable by its owner only
 <run>/lock                        held by rank 0 while an attempt runs
+<run>/launch.json, launch/<time>/ how the run was started last, and what the launcher keeps of each start
 <run>/attempts/<a>/<name>.log     one log per process
 <run>/executions/<n>/spec.json    task, group and member of execution n
-<run>/executions/<n>/<try>/       workspace, task.json, harness.log, records of one try
+<run>/executions/<n>/<try>/       workspace, task.json, harness.log, score.log, records.bin of one try
 <run>/executions/<n>/outcome.json linked into place once: execution n is closed
 <run>/checkpoints/<v>/            what resuming at policy version v needs; valid once <v>/COMMIT is there
 """

@@ -1,8 +1,8 @@
 """What people see of a running run: the JSON of ``status/<rank>`` keys and of ``status.json``. Pure.
 
-Every supervisor puts a `RankStatus` into its ``status/<rank>`` key when something changes, at most once a second and at
-least every ten. Rank 0 gathers them, adds what the scheduler knows, and replaces ``status.json`` with a `RunStatus`
-each second. The live view reads that file and ``events.jsonl``, and nothing else.
+Every supervisor puts a `RankStatus` into its ``status/<rank>`` key once a second. Rank 0 gathers them, adds what the
+scheduler knows, and replaces ``status.json`` with a `RunStatus` each second. The live view reads that file and
+``events.jsonl``, and nothing else.
 
 Nothing is decided by a status: a lost or late one costs a line on a screen. Readers therefore ignore keys they do not
 know and take defaults for missing ones, so that one version of Gyre can watch a run of another.
@@ -36,10 +36,10 @@ class RankStatus:
     node: str = ""
     state: str = STATE_STARTING  # a state of `gyre.cell.machine`, STATE_STARTING, or STATE_HOSTING
     since: float = 0.0  # when `state` was entered
-    doing: str = ""  # a few words: "loading weights", "update 3: micro-step 5 of 12", "serving"
+    doing: str = ""  # a few words: "engine: loading the model", "update 3: 5 micro-steps done", "serving"
     fraction: float | None = None  # how far a long phase named in `doing` has come, 0..1; None where unknown
     live: int = 0  # cells: requests live in the gate; hosts: executions running
-    slots: int = 0  # room for live executions; 0 where the role gives none
+    slots: int = 0  # hosts: room for live executions; that of cells is in the configuration
     version: int = -1  # policy version the engine holds; -1 before the first
     serving_seconds: float = 0.0  # time with at least one live request
     training_seconds: float = 0.0  # time the trainer computed or reduced
@@ -87,7 +87,7 @@ class StreamStatus:
 
 @dataclass
 class Phase:
-    """A long piece of work that is not one rank's: a model conversion, an op build, a load of a checkpoint."""
+    """Something long that is not one rank's, such as waiting until every rank is ready."""
 
     name: str
     detail: str = ""

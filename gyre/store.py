@@ -5,20 +5,28 @@ All keys live under ``gyre/<run>/<attempt>/``. The store carries control words o
 
 | key | type | written by | read by |
 | --- | --- | --- | --- |
-| ``d``, ``p``, ``f`` | counters: executions dispatched, launched, finished | the scheduler alone | everybody |
-| ``incarnation/<rank>`` | counter: starts of this rank | that rank's supervisor | that rank |
+| ``d``, ``p``, ``f`` | counters: executions dispatched, launched, finished | the scheduler alone | nobody yet |
+| ``incarnation/<rank>`` | counter: starts of this rank | that rank's supervisor | that rank, scheduler, satellites |
 | ``alive/<rank>/<incarnation>`` | counter, raised while healthy | that rank's supervisor | scheduler |
-| ``status/<rank>`` | JSON: what the rank is doing, for people | that rank's supervisor | scheduler |
+| ``status/<rank>`` | JSON: what the rank is doing, for people | that rank's supervisor | coordinator |
 | ``reports`` | list: inputs of the scheduler (`gyre.events`) | everybody | scheduler |
 | ``orders/<rank>/<incarnation>`` | list: the scheduler's orders to a cell | scheduler | that supervisor |
 | ``host/<rank>/<incarnation>`` | list: grants and route changes to a harness host | scheduler | that host |
-| ``feeder`` | URL of the feeder | rank 0 | trainers |
-| ``snapshots`` | URL of the weight server | rank 0 | engines' supervisors, satellites' trainers |
+| ``feeder`` | URL of the feeder | coordinator | trainers |
+| ``snapshots`` | URL of the weight server | coordinator | core trainer, which announces it with each snapshot |
 | ``snapshot/<id>`` | JSON: layout, checksum and place of one snapshot | core trainer | whoever pulls |
 | ``stream/<u>/state`` | ``open:<k>``, ``closed:<k>`` or ``suspended:<k>``, compared and set | trainers | trainers |
-| ``stream/<u>/round/<r>`` | JSON: members of a reduce round, and its verdict | core trainer | members |
-| ``policy`` | last committed policy version | scheduler, after the commit | everybody |
-| ``stop`` | why the run ends | scheduler | every supervisor |
+| ``stream/<u>/member/<position>`` | JSON: rank and incarnation of whoever joins there | that satellite | core trainer |
+| ``stream/<u>/beat/<rank>/<incarnation>`` | counter: life signs of a member | that trainer | the other members |
+| ``stream/<u>/rounds`` | counter: reduce rounds begun | core trainer | members |
+| ``stream/<u>/round/<r>`` | JSON: members and group of a round (`gyre.training.update`) | core trainer | members |
+| ``stream/<u>/round/<r>/<rank>`` | JSON: a member's ledger; ``.../again``: it goes again | that member | core trainer |
+| ``stream/<u>/round/<r>/verdict`` | ``done`` or ``again`` | core trainer | members |
+| ``groups/<name>/dead`` | no group of this name is used any more | whoever it failed for | core trainer |
+| ``groups/<name>/<size>/...`` | torch's own, of a process group | its members | its members |
+| ``policy`` | last committed policy version | scheduler, after the commit | nobody yet |
+| ``stop`` | ``<exit code>:<how>``: the run ends | coordinator | every supervisor |
+| ``gone/<rank>`` | the rank has heard ``stop`` and leaves | that rank's supervisor | coordinator |
 
 A list is a counter ``<name>/count`` and one key per message, ``<name>/<i>`` from 1. Many may append; one reads, and
 deletes what it has read, so that the store stays small.

@@ -1,8 +1,8 @@
 """A rank's supervisor: joins the attempt, starts what the rank is (cell, standalone engine, harness host), keeps it
 alive and ends it cleanly. It never computes, so it always answers.
 
-It leaves with `EXIT_RESTART` when the store is gone (rank 0 died: there may be another attempt to join), and with the
-run's own exit code when rank 0 says that the run ends.
+It leaves with `EXIT_RESTART` when the store is gone (rank 0 died: there may be another attempt to join) or a child that
+it cannot do without has failed, and with the run's own exit code when rank 0 says that the run ends.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ train(update, position, generation, members)
         "metrics": {"loss", "grad_norm", "tokens", "weight", "clip_fraction", "ratio_mean", "kl", "entropy",
                     "seconds_compute", "seconds_wait", "seconds_reduce", "seconds_step", "seconds_snapshot"}}
        or {"how": "suspended", "members": k}: train the same update again to go on, its partial sum is kept
-    For a satellite -> {"how": "done" | "suspended" | "missed" | "failed", "micro_steps": count, "detail"}
+       `metrics` has what the feeder says of the data besides: "groups", "sequence_tokens", "fill", "staleness_mean",
+       "staleness_max", "reward".
+    For a satellite -> {"how": "done" | "suspended" | "missed" | "failed", "micro_steps": count, "detail", "seconds"}
        missed: the window had closed, it took no part; failed: it was barred, its micro-steps went to others.
 commit(version, update, cursor)
     Core only, after the last update of a batch: makes policy `version` durable with `cursor` (any JSON) beside it.
@@ -44,7 +46,7 @@ Events: {"type": "opened", "update"}             the core opened the stream (or 
         {"type": "stage", "stage", "update"}     pulling, training, waiting, reducing, stepping, writing; for people
 
 It connects to the store itself, with `Store.connect(prefix, host, port)`, and finds the feeder's URL in the store
-word `feeder` and the weight server's in `snapshots`. Shared memory is named `gyre-<run>-<attempt>-*` in /dev/shm.
+word `feeder` and the weight server's in `snapshots`. Shared memory is `/dev/shm/gyre-<run>-<hash>-<attempt>-slot<i>`.
 """
 
 from __future__ import annotations
