@@ -80,7 +80,7 @@ class CellSupervisor:
 
     # -- life --------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Start engine and trainer side by side, and report that the cell is ready."""
+        """Start engine and trainer (side by side on a CPU), and report that the cell is ready."""
         self._status.doing = "preparing the model"
         config = self._context.config
         self._model = await asyncio.to_thread(models.resolve, config.model.path, self._progress, config.root)
