@@ -10,13 +10,22 @@ import logging
 import sys
 import time
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from gyre import checkpoint, status
 from gyre.attempt import RankContext
 from gyre.child import Child
-from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, ChildFailed, GyreError, StoreLost, UserError
+from gyre.errors import (
+    EXIT_FAULT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USER,
+    ChildFailed,
+    GyreError,
+    StoreLost,
+    UserError,
+    WeightsMismatch,
+)
 from gyre.events import (
     Event,
     ExecutionClosed,
@@ -26,6 +35,7 @@ from gyre.events import (
     RunEnded,
     RunStarted,
     UpdateDone,
+    closed_event,
     decode,
     encode,
 )
@@ -34,11 +44,11 @@ from gyre.metrics import RunMetrics
 from gyre.plain import PlainReporter
 from gyre.report import report, write_summary
 from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
-from gyre.scheduler.loop import SchedulerLoop, closed_event
+from gyre.scheduler.loop import SchedulerLoop
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
-from gyre.tasks import load_tasks
+from gyre.tasks import load_tasks, task_file
 from gyre.training import snapshots
 from gyre.usage import UsageMeter
 
@@ -135,7 +145,7 @@ class Coordinator:
 
     async def _schedule(self) -> None:
         context = self._context
-        tasks = load_tasks(Path(self._config.root) / self._config.tasks.path)
+        tasks = load_tasks(task_file(self._config))
         await self._all_ready()
         loop = SchedulerLoop(
             self._state(),
@@ -201,7 +211,7 @@ class Coordinator:
         match error:
             case UserError():
                 await self._end("failed", str(error), EXIT_USER)
-            case ChildFailed() | StoreLost():
+            case ChildFailed() | StoreLost() | WeightsMismatch():
                 await self._end("failed", str(error), None)
             case _:
                 await self._end("failed", f"{type(error).__name__}: {error}", EXIT_FAULT)
@@ -288,7 +298,8 @@ class Coordinator:
             known = self._loop.state.snapshot()
             current.scheduler = SchedulerStatus(**{f.name: known[f.name] for f in fields(SchedulerStatus)})
         missing = context.layout.ranks - len(self._ready)
-        current.phases = [Phase("ranks", f"{missing} of {context.layout.ranks} are still starting")] if missing else []
+        text = f"{missing} of {context.layout.ranks} are still starting"
+        current.phases = [Phase("ranks", text, since=self._started)] if missing else []
 
     def _rank_status(self, rank: int) -> RankStatus:
         with contextlib.suppress(ValueError):

@@ -104,6 +104,25 @@ class ExecutionClosed(Event):
     reason: str = ""
 
 
+def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
+    """The event of an outcome file."""
+    return ExecutionClosed(
+        n=outcome["n"],
+        try_number=outcome["try"],
+        outcome=outcome["outcome"],
+        score=outcome["score"],
+        usable=outcome["usable"],
+        oldest_version=outcome.get("oldest_version", -1),
+        seconds=outcome.get("seconds", 0.0),
+        tokens=outcome.get("tokens", 0),
+        requests=outcome.get("requests", 0),
+        rerouted=outcome.get("rerouted", 0),
+        continued=outcome.get("continued", 0),
+        lost=outcome.get("lost", 0),
+        reason=outcome.get("reason", ""),
+    )
+
+
 @dataclass(frozen=True)
 class TryFailed(Event):
     """The infrastructure (not the harness) failed a try."""

@@ -34,6 +34,7 @@ from gyre.errors import (
     StoreLost,
     Superseded,
     UserError,
+    WeightsMismatch,
 )
 from gyre.events import Event, RankLost, encode
 from gyre.harness.host import HostSupervisor
@@ -209,7 +210,7 @@ def main(run_dir: str) -> int:
         except Superseded as error:
             log.warning("%s", error)
             return EXIT_OK
-        except ChildFailed as error:
+        except (ChildFailed, WeightsMismatch) as error:
             log.exception("a child failed")
             print(f"gyre: rank {identity.rank}: {error}", file=sys.stderr, flush=True)
             return EXIT_RESTART

@@ -7,9 +7,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+from gyre.config import Config
 from gyre.errors import UserError
 
 Task = dict[str, Any]
+
+
+def task_file(config: Config) -> Path:
+    """Where a run's tasks are; a relative path starts where Gyre was started."""
+    return Path(config.root, Path(config.tasks.path).expanduser())
 
 
 def load_tasks(path: Path) -> list[Task]:

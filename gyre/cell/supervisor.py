@@ -73,7 +73,7 @@ class CellSupervisor:
             rank=context.rank,
             kind=self._kind,
             incarnation=context.incarnation,
-            node=context.address,
+            node=context.identity.node,
             since=self._entered,
             doing="starting",
         )
@@ -94,7 +94,9 @@ class CellSupervisor:
 
     def _report_ready(self) -> None:
         context = self._context
-        self._report(RankReady(context.rank, context.incarnation, context.address, self._engine.url, self._checksum))
+        self._report(
+            RankReady(context.rank, context.incarnation, context.identity.node, self._engine.url, self._checksum)
+        )
 
     def _progress(self, text: str, fraction: float | None = None) -> None:
         self._status.doing, self._status.fraction = text, fraction
@@ -203,10 +205,13 @@ class CellSupervisor:
         inbox = context.store.inbox(f"orders/{context.rank}/{context.incarnation}")
         while True:
             for order in inbox.read():
-                if order["order"] == "closed":
-                    await self._refuse(order["n"])
-                else:
-                    self._orders.put_nowait(order)
+                match order["order"]:  # some do not wait for the present order to end
+                    case "closed":
+                        await self._refuse(order["n"])
+                    case "leave":
+                        raise ChildFailed(f"the scheduler counts this incarnation of rank {context.rank} as lost")
+                    case _:
+                        self._orders.put_nowait(order)
             await asyncio.sleep(ORDER_POLL_SECONDS)
 
     async def _refuse(self, executions: list[int]) -> None:
@@ -252,8 +257,6 @@ class CellSupervisor:
                 await self._commit(order)
             case "groups":
                 await self._build_groups(order["generation"], order["ranks"])
-            case "leave":
-                raise ChildFailed(f"the scheduler counts this incarnation of rank {self._context.rank} as lost")
             case unknown:
                 raise GyreError(f"unknown order {unknown!r}")
 

@@ -21,7 +21,7 @@ from typing import Any
 from gyre.child import Child
 from gyre.config import Config
 from gyre.errors import ChildFailed, GyreError, Superseded
-from gyre.events import ExecutionClosed
+from gyre.events import ExecutionClosed, closed_event
 from gyre.harness.process import MARK, Program, environment
 from gyre.harness.scoring import Score, score
 from gyre.run_dir import RunDir, link_once, read_json, sync_directory
@@ -70,13 +70,6 @@ class Ending:
     reason: str = ""
     seconds: float = 0.0
     score: Score = field(default_factory=lambda: Score(None, "not scored"))
-
-
-def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
-    """The news of an outcome file."""
-    names = ("n", "outcome", "score", "usable", "oldest_version", "seconds", "tokens", "requests", "rerouted")
-    values = {name: outcome[name] for name in (*names, "continued", "lost", "reason")}
-    return ExecutionClosed(try_number=outcome["try"], **values)
 
 
 class Try:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import socket
 import sys
 import time
 from collections import Counter
@@ -26,6 +24,7 @@ from gyre.errors import ChildFailed, UserError
 from gyre.events import Event, RankReady, TryFailed
 from gyre.harness.execution import Host, Try, TryBroken
 from gyre.harness.process import adopt_orphans, bury, kill_strays
+from gyre.launch.identity import Identity
 from gyre.proxy.routing import RouteTable
 from gyre.run_dir import RunDir
 from gyre.status import STATE_HOSTING, STATE_STARTING, RankStatus
@@ -48,6 +47,7 @@ class Context(Protocol):
     run_dir: RunDir
     attempt: int
     incarnation: int
+    identity: Identity
     store: Store
     secret: str
     scratch: Path
@@ -88,8 +88,8 @@ class HostSupervisor:
         self._context.scratch.mkdir(parents=True, exist_ok=True)
         await self._start_proxy()
         self._ready, self._since = True, time.time()
-        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._report(RankReady(self._context.rank, self._context.incarnation, node))
+        context = self._context
+        self._report(RankReady(context.rank, context.incarnation, context.identity.node))
 
     async def run(self) -> None:
         """Take messages until cancelled.
@@ -138,7 +138,7 @@ class HostSupervisor:
             rank=self._context.rank,
             kind="host",
             incarnation=self._context.incarnation,
-            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            node=self._context.identity.node,
             state=STATE_HOSTING if self._ready else STATE_STARTING,
             since=self._since,
             doing=", ".join(words) or ("waiting for grants" if self._ready else "starting the proxy"),

@@ -20,7 +20,7 @@ from gyre.errors import UserError
 from gyre.launch import node
 from gyre.launch.identity import Identity, het_groups
 from gyre.launch.plan import Layout, Plan, count, plan
-from gyre.tasks import load_tasks
+from gyre.tasks import load_tasks, task_file
 
 #: Programs whose first argument is a file that has to exist.
 _INTERPRETERS = re.compile(r"^(python[\d.]*|bash|sh|zsh|node|deno|bun|ruby|perl|Rscript|julia)$")
@@ -38,7 +38,7 @@ def before_start(config: Config, cluster: str) -> None:
         UserError: for the first thing that is wrong.
     """
     models.check(config.model.path, config.root)
-    load_tasks(Path(config.root, Path(config.tasks.path).expanduser()))
+    load_tasks(task_file(config))
     harness(config)
     ports(config)
     if cluster == "slurm":

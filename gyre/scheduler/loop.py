@@ -16,7 +16,7 @@ from typing import Any
 
 from gyre.config import Config
 from gyre.errors import GyreError
-from gyre.events import Event, ExecutionClosed, RankLost, RankReady, Tick, decode
+from gyre.events import Event, RankLost, RankReady, Tick, closed_event, decode
 from gyre.run_dir import RunDir, link_once, read_json, write_atomic
 from gyre.scheduler import commands as c
 from gyre.scheduler.state import SchedulerState
@@ -30,25 +30,6 @@ TICK_SECONDS = 0.2
 WATCH_SECONDS = 1.0
 
 FeederCall = Callable[..., Awaitable[dict[str, Any]]]
-
-
-def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
-    """The event of an outcome file."""
-    return ExecutionClosed(
-        n=outcome["n"],
-        try_number=outcome["try"],
-        outcome=outcome["outcome"],
-        score=outcome["score"],
-        usable=outcome["usable"],
-        oldest_version=outcome.get("oldest_version", -1),
-        seconds=outcome.get("seconds", 0.0),
-        tokens=outcome.get("tokens", 0),
-        requests=outcome.get("requests", 0),
-        rerouted=outcome.get("rerouted", 0),
-        continued=outcome.get("continued", 0),
-        lost=outcome.get("lost", 0),
-        reason=outcome.get("reason", ""),
-    )
 
 
 class AliveWatch:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gyre import config as configuration
 from gyre.harness.host import HostSupervisor
+from gyre.launch.identity import Identity
 from gyre.run_dir import RunDir
 from gyre.store import Store
 from tests.proxy.fake_engine import SECRET, TOKENIZER, FakeEngine
@@ -40,6 +41,7 @@ class Context:
     incarnation: int = 1
     secret: str = SECRET
     rank: int = 5
+    identity: Identity = Identity(5, 6, 5, "key", "local", "1")
 
     def log(self, name: str) -> Path:
         return self.run_dir.attempt(self.attempt) / f"{name}-{self.rank}.log"
