@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gyre import config as configuration
@@ -25,6 +25,8 @@ from gyre.store import Store
 
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
+#: Key by which a store shows that it is of the attempt whose prefix it has.
+OPEN = "open"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class RankContext:
     secret: str
     address: str  # of this node, as other ranks reach it
     scratch: Path  # node-local, of this rank
+    again: bool = False  # this job has begun an attempt before; ranks may have been lost in that one
 
     @property
     def rank(self) -> int:
@@ -113,6 +116,8 @@ def begin(run_dir: RunDir, identity: Identity, stack: ExitStack) -> RankContext:
     attempt = run_dir.next_attempt()
     address = node.address(config, identity)
     store = Store.host(store_prefix(run_dir, attempt), address, node.port(config, "store"))
+    store.set(OPEN, "1")
+    last = read_json(run_dir.rendezvous) or {}
     meeting = {
         "key": identity.job_key,
         "attempt": attempt,
@@ -122,7 +127,7 @@ def begin(run_dir: RunDir, identity: Identity, stack: ExitStack) -> RankContext:
     }
     context = _context(run_dir, identity, config, store, meeting)
     write_atomic(run_dir.rendezvous, json.dumps(meeting), mode=0o600)
-    return context
+    return replace(context, again=last.get("key") == identity.job_key)
 
 
 def join(run_dir: RunDir, identity: Identity) -> RankContext:
@@ -143,6 +148,8 @@ def join(run_dir: RunDir, identity: Identity) -> RankContext:
             prefix = store_prefix(run_dir, meeting["attempt"])
             try:
                 store = Store.connect(prefix, meeting["host"], meeting["port"], CONNECT_SECONDS)
+                if store.get(OPEN) is None:  # with fixed ports, a later attempt's store answers at an old address
+                    raise StoreLost("the store is of another attempt")
                 return _context(run_dir, identity, config, store, meeting)
             except StoreLost as error:
                 fault = str(error)

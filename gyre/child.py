@@ -151,7 +151,8 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace)
         kill_group(self.pid)
-        await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # one that the kernel cannot end now must not hold up the rest
+            await asyncio.wait_for(self._process.wait(), grace)
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)

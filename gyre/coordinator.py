@@ -84,6 +84,7 @@ class Coordinator:
         self._feeder: Child | None = None
         self._weights: Child | None = None
         self._ready: dict[int, RankReady] = {}
+        self._absent: list[RankLost] = []  # ranks that this attempt begins without
         self._shown: asyncio.Task[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class Coordinator:
             self._feeder.call,
             self._record,
         )
-        for event in self._ready.values():
+        for event in (*self._ready.values(), *self._absent):
             loop.submit(event)
         self._loop = loop
         self._status.state = "running"
@@ -182,10 +183,13 @@ class Coordinator:
         return commit.cursor(self._context.run_dir) if commit else None
 
     async def _all_ready(self) -> None:
-        """Collect the first `RankReady` of every rank; one that is missing after the time is named."""
+        """Collect the first `RankReady` of every rank; one that is missing after the time is named.
+
+        Where this job has run an attempt before, a node may have died in that one: the core and a host are enough.
+        """
         context = self._context
         deadline = time.monotonic() + self._config.network.start_timeout
-        while len(self._ready) < context.layout.ranks:
+        while missing := [r for r in range(context.layout.ranks) if r not in self._ready]:
             for event in map(decode, self._inbox.read()):
                 if isinstance(event, RankReady):
                     self._ready[event.rank] = event
@@ -193,12 +197,13 @@ class Coordinator:
                     self._record(event)
                     self._ready.pop(event.rank, None)
             if time.monotonic() > deadline:
-                missing = [r for r in range(context.layout.ranks) if r not in self._ready]
                 names = ", ".join(f"rank {r} ({context.kind(r)})" for r in missing)
-                raise RankMissing(
-                    f"{names} did not report within {self._config.network.start_timeout:g} s "
-                    f"(network.start_timeout); see the logs in {context.run_dir.attempt(context.attempt)}"
-                )
+                text = f"{names} did not report within {self._config.network.start_timeout:g} s"
+                if not (context.again and {"core", "host"} <= {context.kind(r) for r in self._ready}):
+                    logs = context.run_dir.attempt(context.attempt)
+                    raise RankMissing(f"{text} (network.start_timeout); see the logs in {logs}")
+                self._absent = [RankLost(r, 0, text) for r in missing]
+                return
             await asyncio.sleep(0.05)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -221,6 +226,8 @@ class Coordinator:
             return
         self._ending = True
         log.info("the attempt ends: %s %s", how, detail)
+        if code is not None:  # first: whatever else fails here, the other ranks must know
+            self._context.store.set("stop", f"{code}:{how}")
         self._record(self._usage.event(time.time()))
         self._record(RunEnded(how, detail))
         self._plain.flush()
@@ -228,8 +235,6 @@ class Coordinator:
         print(report(self._context.run_dir.path), flush=True)
         self._status.state, self._status.detail = how, detail
         self._write_status()
-        if code is not None:
-            self._context.store.set("stop", f"{code}:{how}")
 
     async def stop(self) -> None:
         """End the services, after the other ranks have gone (they need the store until then)."""
@@ -280,11 +285,14 @@ class Coordinator:
         while True:
             now = time.time()
             self._gather(now)
-            self._write_status()
-            self._plain.on_status(self._status)
-            if now - logged > USAGE_SECONDS:
-                logged = now
-                self._record(self._usage.event(now))
+            try:
+                self._write_status()
+                self._plain.on_status(self._status)
+                if now - logged > USAGE_SECONDS:
+                    logged = now
+                    self._record(self._usage.event(now))
+            except OSError as error:  # of a file system that will be back
+                log.warning("cannot show the run: %s", error)
             await asyncio.sleep(STATUS_SECONDS)
 
     def _gather(self, now: float) -> None:

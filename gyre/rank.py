@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,30 +19,44 @@ from pathlib import Path
 from types import FrameType
 
 from gyre.attempt import announce_end
-from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_RESTART, UserError
+from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER, UserError
 from gyre.launch.identity import Identity, identify
 from gyre.run_dir import RunDir
 
-#: Starts of a supervisor in a row that did not live for `STEADY_SECONDS`, after which the rank gives up.
+#: Starts of a supervisor in a row after which the rank gives up: of rank 0 those that committed nothing, of others
+#: those that did not live for `STEADY_SECONDS`.
 MAX_STARTS = 4
 STEADY_SECONDS = 300.0
 STOP_SECONDS = 40.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _descendants() -> list[int]:
-    """Process ids of the children of this process, and of theirs."""
+def _descendants(rank: int) -> list[int]:
+    """Process ids of the children of this process, and of theirs; but engines of other ranks are spared.
+
+    Engines on CPUs may be forks of a server that another rank started, and become orphans of that rank.
+    """
     found, queue = [], [os.getpid()]
     while queue:
         pid = queue.pop()
         try:
             tasks = os.listdir(f"/proc/{pid}/task")
-            children = [c for t in tasks for c in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
+            children = [int(c) for t in tasks for c in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
         except OSError:
             continue
-        found += [int(c) for c in children]
-        queue += [int(c) for c in children]
+        own = [child for child in children if _engine_rank(child) in (None, rank)]
+        found += own
+        queue += own
     return found
+
+
+def _engine_rank(pid: int) -> int | None:
+    """The rank of the engine that a process is, by the log it writes to; None if it is none."""
+    try:
+        match = re.fullmatch(r"engine-(\d+)\.log", os.path.basename(os.readlink(f"/proc/{pid}/fd/1")))
+    except OSError:
+        return None
+    return int(match[1]) if match else None
 
 
 def _reap() -> None:
@@ -53,10 +68,10 @@ def _reap() -> None:
         pass
 
 
-def kill_descendants(seconds: float = 10.0) -> None:
+def kill_descendants(rank: int, seconds: float = 10.0) -> None:
     """Kill everything below this process; new ones may appear while it happens, so until nothing is left."""
     deadline = time.monotonic() + seconds
-    while (pids := _descendants()) and time.monotonic() < deadline:
+    while (pids := _descendants(rank)) and time.monotonic() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -88,15 +103,22 @@ class Restarter:
         code = EXIT_INTERRUPTED
         starts = 0
         while self._stopping_since is None and starts < MAX_STARTS:
-            begun = time.monotonic()
+            begun, commits = time.monotonic(), self._run_dir.commits()
             code = self._run_once()
-            starts = 1 if time.monotonic() - begun > STEADY_SECONDS else starts + 1
+            if self._identity.rank == 0:  # what fails again and again may well take its time to fail
+                steady = self._run_dir.commits()[-1:] != commits[-1:]
+            else:
+                steady = time.monotonic() - begun > STEADY_SECONDS
+            starts = 1 if steady else starts + 1
             if code >= 0 and code != EXIT_RESTART:
                 break
             print(f"gyre: rank {self._identity.rank}: supervisor ended with {code}", file=sys.stderr, flush=True)
         code = code if code >= 0 and code != EXIT_RESTART else EXIT_FAULT
         if self._identity.rank == 0:
-            announce_end(self._run_dir, self._identity.job_key, code)
+            try:
+                announce_end(self._run_dir, self._identity.job_key, code)
+            except OSError as error:  # a full disk; the others give up after their time
+                print(f"gyre: cannot announce the end: {error}", file=sys.stderr, flush=True)
         return code
 
     def _run_once(self) -> int:
@@ -112,7 +134,7 @@ class Restarter:
             except subprocess.TimeoutExpired:
                 if self._stopping_since and time.monotonic() - self._stopping_since > STOP_SECONDS:
                     self._process.kill()
-        kill_descendants()
+        kill_descendants(self._identity.rank)
         return code
 
 
@@ -125,7 +147,7 @@ def main(run_dir: str | Path) -> int:
         return Restarter(RunDir(run_dir), identify(os.environ)).run()
     except UserError as error:
         print(f"gyre: {error}", file=sys.stderr, flush=True)
-        return 2
+        return EXIT_USER
 
 
 if __name__ == "__main__":

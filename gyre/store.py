@@ -6,6 +6,7 @@ All keys live under ``gyre/<run>/<attempt>/``. The store carries control words o
 | key | type | written by | read by |
 | --- | --- | --- | --- |
 | ``d``, ``p``, ``f`` | counters: executions dispatched, launched, finished | the scheduler alone | nobody yet |
+| ``open`` | word: this attempt is served here | rank 0 | ranks that join |
 | ``incarnation/<rank>`` | counter: starts of this rank | that rank's supervisor | that rank, scheduler, satellites |
 | ``alive/<rank>/<incarnation>`` | counter, raised while healthy | that rank's supervisor | scheduler |
 | ``status/<rank>`` | JSON: what the rank is doing, for people | that rank's supervisor | coordinator |

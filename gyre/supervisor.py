@@ -153,20 +153,21 @@ async def supervise(context: RankContext) -> int:
         stop = asyncio.create_task(_await_stop(context), name="stop")
         signalled = asyncio.create_task(interrupted.wait(), name="signal")
         ended = await _first(stop, work, signalled, *background)
-        if ended is signalled and not ended.exception():
-            if coordinator:
+        error = ended.exception()
+        if ended in (stop, signalled) and error is None:
+            if coordinator and ended is signalled:
                 await coordinator.interrupt()
-            return EXIT_INTERRUPTED
-        if ended is stop and not ended.exception():
             with contextlib.suppress(StoreLost):
                 context.store.set(f"gone/{context.rank}", "1")
-            return ended.result()
-        error = ended.exception() or ChildFailed(f"{ended.get_name()} ended by itself")
-        if coordinator:
-            await coordinator.fail(error)
-        else:
-            with contextlib.suppress(StoreLost):
+            return EXIT_INTERRUPTED if ended is signalled else stop.result()
+        error = error or ChildFailed(f"{ended.get_name()} ended by itself")
+        try:
+            if coordinator:
+                await coordinator.fail(error)
+            else:
                 reporter(context)(RankLost(context.rank, context.incarnation, str(error)))
+        except (OSError, StoreLost) as another:  # what cannot be told must not hide what happened
+            log.error("cannot tell of the end: %s", another)
         raise error
 
 
@@ -197,29 +198,41 @@ def main(run_dir: str) -> int:
     with ExitStack() as stack:
         try:
             context = _enter(RunDir(run_dir), identity, stack)
-            _configure_logging(context)
-            return asyncio.run(supervise(context))
         except Ended as error:
             return error.code
+        except StoreLost as error:
+            print(f"gyre: rank {identity.rank}: {error}", file=sys.stderr, flush=True)
+            return EXIT_FAULT
         except UserError as error:
             print(f"gyre: {error}", file=sys.stderr, flush=True)
             return EXIT_USER
-        except StoreLost as error:
-            log.warning("the store is lost: %s", error)
-            return EXIT_RESTART
-        except Superseded as error:
-            log.warning("%s", error)
-            return EXIT_OK
-        except (ChildFailed, WeightsMismatch) as error:
-            log.exception("a child failed")
-            print(f"gyre: rank {identity.rank}: {error}", file=sys.stderr, flush=True)
-            return EXIT_RESTART
-        except Exception as error:  # the edge of the process: the traceback goes to the log, one line to the screen
-            log.exception("internal fault")
-            if not log.hasHandlers():
-                traceback.print_exc()
-            print(f"gyre: rank {identity.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return EXIT_FAULT
+        return _supervise_to_the_end(context)
+
+
+def _supervise_to_the_end(context: RankContext) -> int:
+    """Map how supervising ended to an exit code."""
+    _configure_logging(context)
+    try:
+        return asyncio.run(supervise(context))
+    except UserError as error:
+        print(f"gyre: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER
+    except StoreLost as error:
+        log.warning("the store is lost: %s", error)
+        return EXIT_RESTART
+    except Superseded as error:
+        log.warning("%s", error)
+        return EXIT_OK
+    except (ChildFailed, WeightsMismatch) as error:
+        log.exception("a child failed")
+        print(f"gyre: rank {context.rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_RESTART
+    except Exception as error:  # the edge of the process: the traceback goes to the log, one line to the screen
+        log.exception("internal fault")
+        if not log.hasHandlers():
+            traceback.print_exc()
+        print(f"gyre: rank {context.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAULT
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from gyre.cell.effort import Effort
 from gyre.cell.engine_client import EngineProcess
 from gyre.cell.machine import Machine, State
 from gyre.cell.settings import device_environment, engine_settings
-from gyre.child import Child
+from gyre.child import Child, kill_group
 from gyre.errors import ChildFailed, GyreError, WeightsMismatch
 from gyre.events import (
     CellJoined,
@@ -47,6 +47,10 @@ ORDER_POLL_SECONDS = 0.02
 STATUS_SECONDS = 1.0
 #: A child that fails a call because it dies is known to be dead after this time.
 DEATH_SECONDS = 1.0
+#: Longer than any operation of a trainer but an update takes; one that takes more hangs.
+OPERATION_SECONDS = 3600.0
+#: An engine that has requests but samples nothing for this long hangs.
+STALL_SECONDS = 900.0
 Order = dict[str, Any]
 
 
@@ -182,21 +186,29 @@ class CellSupervisor:
                 self._enter(State.FAILED, f"the engine ended with {code}")
                 self._enter(State.RESTARTING)
                 if self._trainer:
-                    await self._trainer.call("park")
+                    await self._trainer.call("park", OPERATION_SECONDS)
             await self._engine.stop()
             await self._start_engine()
             if self._machine.state is State.RESTARTING:
                 self._report_ready()
 
     async def _refresh_status(self) -> None:
+        """Follow the engine's own numbers; one that has work but samples nothing is ended, and so replaced."""
+        tokens, moved = -1, time.monotonic()
         while True:
             with contextlib.suppress(ChildFailed):
                 seen = await self._engine.status()
                 self._status.live = seen["live"]
                 self._status.serving_seconds = seen["busy_seconds"]
                 self._status.tokens = seen["tokens"]
+                if seen["tokens"] != tokens or not seen["live"]:
+                    tokens, moved = seen["tokens"], time.monotonic()
             self._status.training_seconds = self._effort.seconds
             self._status.trained_tokens = self._effort.tokens
+            if time.monotonic() - moved > STALL_SECONDS and self._engine_up.is_set():
+                log.error("the engine has sampled nothing for %g s; ending it", STALL_SECONDS)
+                moved = time.monotonic()
+                kill_group(self._engine.pid)
             await asyncio.sleep(STATUS_SECONDS)
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -231,6 +243,7 @@ class CellSupervisor:
                 if not self._engine_up.is_set():  # another one will follow when the scheduler hears that it is back
                     log.info("ignored an order to an engine that is down: %s", order)
                     continue
+            engine = self._engine
             try:
                 await self._obey(order)
             except WeightsMismatch as error:
@@ -240,7 +253,7 @@ class CellSupervisor:
                 # A dead child is its watcher's business; whoever waits for this order hears of the failure.
                 log.error("order failed: %s: %s", order, error)
                 await asyncio.sleep(DEATH_SECONDS)
-                if self._engine.alive:
+                if engine is self._engine and engine.alive:
                     raise
 
     async def _obey(self, order: Order) -> None:
@@ -264,7 +277,7 @@ class CellSupervisor:
         """Bytes that engine and trainer hold, by what for: the proof that a move handed the memory over."""
         held = {f"engine_{name}": size for name, size in (await self._engine.memory())["bytes"].items()}
         if self._trainer:
-            trainer = await self._trainer.call("memory")
+            trainer = await self._trainer.call("memory", OPERATION_SECONDS)
             names = ("weights", "gradients", "accumulators", "optimizer")
             held |= {f"trainer_{name}": trainer[name] for name in names}
         return held
@@ -289,7 +302,7 @@ class CellSupervisor:
         self._enter(State.RELEASING)
         await self._engine.sleep()
         self._awake = False
-        await self._trainer.call("wake")
+        await self._trainer.call("wake", OPERATION_SECONDS)
         self._enter(State.TRAINING, held=await self._held())
 
     async def _to_rollout(self, version: int, snapshot: int) -> None:
@@ -311,7 +324,7 @@ class CellSupervisor:
         """Take the device memory from the trainer and give the engine what its weights need."""
         if self._machine.state is State.TRAINING:
             self._enter(State.RESTORING)
-            await self._trainer.call("park")
+            await self._trainer.call("park", OPERATION_SECONDS)
             self._engine_needed.set()
             await self._engine_up.wait()
             self._engine_needed.clear()
@@ -385,11 +398,11 @@ class CellSupervisor:
         begun = time.time()
         self._status.doing = f"committing policy {order['version']}"
         answer = await self._trainer.call(
-            "commit", version=order["version"], update=order["update"], cursor=order["cursor"]
+            "commit", OPERATION_SECONDS, version=order["version"], update=order["update"], cursor=order["cursor"]
         )
         self._status.doing = "waiting"
         self._report(PolicyCommitted(order["version"], answer["checksum"], time.time() - begun))
 
     async def _build_groups(self, generation: int, ranks: list[int]) -> None:
-        await self._trainer.call("groups", generation=generation, ranks=ranks)
+        await self._trainer.call("groups", OPERATION_SECONDS, generation=generation, ranks=ranks)
         self._report(GroupsBuilt(self._context.rank, self._context.incarnation, generation))

@@ -98,6 +98,7 @@ class SchedulerLoop:
         self._hosts = set(range(config.cells.count + config.cells.standalone, self._ranks(config)))
         self._waiting: deque[Event] = deque()
         self._counters = dict.fromkeys("dpf", 0)
+        self._hosted = time.time()  # when a host was there last
         self._feeding: set[asyncio.Task[dict[str, Any]]] = set()
 
     @staticmethod
@@ -120,6 +121,7 @@ class SchedulerLoop:
             if now - watched >= WATCH_SECONDS:
                 watched = now
                 self._waiting.extend(self._watch.lost(now))
+                self._demand_hosts(now)
             self._waiting.extend(decode(message) for message in self._inbox.read())
             while self._waiting and self.ended is None:
                 await self._handle(self._waiting.popleft())
@@ -131,6 +133,13 @@ class SchedulerLoop:
                 task.result()
             await asyncio.sleep(POLL_SECONDS)
         return self.ended
+
+    def _demand_hosts(self, now: float) -> None:
+        """End the attempt when no harness host has been there for a time in which one could have come back."""
+        if self.state.executions.hosts or not self.state.level.w:
+            self._hosted = now
+        elif now - self._hosted > (patience := self._config.network.start_timeout):
+            self.ended = c.EndRun("failed", f"no harness host has been there for {patience:g} s")
 
     async def _handle(self, event: Event) -> None:
         if isinstance(event, RankReady):
@@ -217,7 +226,7 @@ class SchedulerLoop:
         self._raise("d", command.d)
 
     def _grant(self, command: c.Grant) -> None:
-        if outcome := read_json(self._run_dir.outcome(command.n)):
+        if (outcome := read_json(self._run_dir.outcome(command.n))) and outcome["attempt"] == self._attempt:
             self.submit(closed_event(outcome))
             return
         if command.p is not None:
@@ -236,7 +245,10 @@ class SchedulerLoop:
             "usable": False,
             "reason": command.reason,
         }
-        link_once(path, json.dumps(outcome))
+        if not link_once(path, json.dumps(outcome)) and (late := read_json(path))["attempt"] != self._attempt:
+            # Of an earlier attempt, written after this one had read what was closed: it was not accepted.
+            path.rename(path.with_name(f"outcome.{late['attempt']}.json"))
+            link_once(path, json.dumps(outcome))
         self.submit(closed_event(read_json(path)))
 
     def _route(self, command: c.Route) -> None:
