@@ -124,7 +124,7 @@ class Coordinator:
             name,
             [sys.executable, "-m", *module],
             self._context.log(name),
-            self._on_feeder_event,
+            self._on_service_event,
             {"OMP_NUM_THREADS": "1"},
         )
 
@@ -268,7 +268,7 @@ class Coordinator:
             self._status.reward = next((r for r in reversed(self._metrics.rewards) if r is not None), None)
             self._record(self._usage.event(time.time()))
 
-    def _on_feeder_event(self, message: dict[str, Any]) -> None:
+    def _on_service_event(self, message: dict[str, Any]) -> None:
         match message["type"]:
             case "taken":
                 self._loop.submit(GroupTaken(message["group"], message["update"]))
