@@ -45,6 +45,7 @@ class Host:
     config: Config
     attempt: int
     rank: int
+    job_key: str
     scratch: Path
     proxy: Child
     port: int
@@ -52,8 +53,8 @@ class Host:
 
     @property
     def mark(self) -> str:
-        """What the marks of this host's programs begin with."""
-        return f"{self.run_dir.name}/{self.attempt}/{self.rank}/"
+        """What the marks of this host's programs begin with: first the key of the job, which no other start has."""
+        return f"{self.job_key}/{self.attempt}/{self.rank}/"
 
     def ensure_attempt(self) -> None:
         """Raise `Superseded` where a newer attempt of the run exists."""

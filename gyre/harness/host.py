@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import sys
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from gyre import models
 from gyre.child import Child
 from gyre.config import Config
-from gyre.errors import ChildFailed, UserError
+from gyre.errors import ChildFailed, InvariantBroken, StoreLost, Superseded, UserError
 from gyre.events import Event, RankReady, TryFailed
 from gyre.harness.execution import Host, Try, TryBroken
 from gyre.harness.process import adopt_orphans, bury, kill_strays
@@ -63,7 +62,7 @@ def model_name(config: Config) -> str:
 
 
 class HostSupervisor:
-    """Start it, run it until it is cancelled or told to stop, and stop it."""
+    """Start it, run it until it is cancelled or told to leave, and stop it."""
 
     def __init__(self, context: Context, report: Callable[[Event], None]) -> None:
         self._context = context
@@ -78,14 +77,13 @@ class HostSupervisor:
         self._closed: Counter[str] = Counter()
         self._fault: asyncio.Future[None] | None = None
         self._since = time.time()
-        self._ready = self._stopping = False
+        self._ready = False
 
     # -- life --------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
         """Start the proxy and report that this host is ready."""
         adopt_orphans()
         self._fault = asyncio.get_running_loop().create_future()
-        self._context.scratch.mkdir(parents=True, exist_ok=True)
         await self._start_proxy()
         self._ready, self._since = True, time.time()
         context = self._context
@@ -112,13 +110,12 @@ class HostSupervisor:
             await asyncio.gather(watch, totals, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Kill every harness and the proxy, and clear node-local files; tries under way have no outcome."""
+        """Kill every harness and the proxy; tries under way have no outcome."""
         await self._kill_all()
         host, self._host = self._host, None
         if host is not None:
             await host.proxy.stop()
             await kill_strays(host.mark)
-        await asyncio.to_thread(shutil.rmtree, self._context.scratch, True)
         if self._fault is not None and self._fault.done() and not self._fault.cancelled():
             self._fault.exception()  # seen, whether or not anyone was still waiting for it
 
@@ -155,9 +152,6 @@ class HostSupervisor:
                 difference = {key: message.get(key) or {} for key in ("engines", "moves")}
                 self._table.apply(message["version"], **difference)
                 await self._tell_proxy("routes", version=message["version"], **difference)
-            case "stop":
-                self._stopping = True
-                await self._kill_all()
             case "leave":
                 raise ChildFailed(f"the scheduler counts this incarnation of rank {self._context.rank} as lost")
             case "cancel":
@@ -174,7 +168,7 @@ class HostSupervisor:
 
     def _grant(self, n: int, number: int, engine: int) -> None:
         old = self._tries.get(n)
-        if self._stopping or (old is not None and old.number >= number):
+        if old is not None and old.number >= number:
             return
         if old is not None:
             old.fail("granted again")
@@ -192,6 +186,11 @@ class HostSupervisor:
         except TryBroken as error:
             log.warning("execution %d, try %d: %s", one.n, one.number, error)
             self._report(TryFailed(one.n, one.number, str(error)))
+        except (StoreLost, Superseded, InvariantBroken):
+            raise  # of the host or the run, not of this try
+        except Exception as error:  # one try must not take the host's others with it
+            log.exception("execution %d, try %d", one.n, one.number)
+            self._report(TryFailed(one.n, one.number, f"{type(error).__name__}: {error}"))
         else:
             self._closed[closed.outcome] += 1
             self._report(closed)
@@ -222,6 +221,7 @@ class HostSupervisor:
             config=context.config,
             attempt=context.attempt,
             rank=context.rank,
+            job_key=context.identity.job_key,
             scratch=context.scratch,
             proxy=proxy,
             port=answer["port"],

