@@ -24,6 +24,8 @@ MAX_CHOICES = 16
 #: always, so that no default of an engine or of a model's generation_config.json applies unseen.
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _PENALTIES = ("presence_penalty", "frequency_penalty")
+#: Engines sample at this temperature where a lower one is asked for, while the trainer would apply the one asked for.
+_LEAST_TEMPERATURE = 0.01
 _CONSTRAINTS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens", "use_beam_search")
 
 #: Options that a continuation carries over as they are.
@@ -104,14 +106,14 @@ def _stops(body: Json) -> list[str]:
 
 def _masked(body: Json, temperature: float) -> str:
     """Why tokens sampled so must not be trained on: the trainer applies the temperature and nothing else."""
-    if temperature == 0:
+    if temperature < _LEAST_TEMPERATURE:
         return "greedy"
     truncated = _number(body, "top_p", 1) < 1 or _number(body, "top_k", 0) > 0 or _number(body, "min_p", 0) > 0
     if truncated:
         return "truncated"
     if any(_number(body, key, 0) for key in _PENALTIES) or _number(body, "repetition_penalty", 1) != 1:
         return "penalties"
-    if any(body.get(key) for key in _CONSTRAINTS) or _formatted(body):
+    if any(body.get(key) for key in _CONSTRAINTS) or _formatted(body) or _tool_grammar(body):
         return "constrained"
     return ""
 
@@ -123,6 +125,22 @@ def _formatted(body: Json) -> bool:
 
 def _tools(body: Json) -> bool:
     return bool(body.get("tools")) and body.get("tool_choice", "auto") != "none"
+
+
+def _tool_grammar(body: Json) -> bool:
+    """Whether engines may sample calls of tools under a grammar, which they do unless the model is left to itself."""
+    tools = _typed(body, "tools", list, [])
+    if not tools:
+        return False
+    choice = body.get("tool_choice")
+    return choice not in (None, "auto", "none") or body.get("parallel_tool_calls") is False or any(map(_strict, tools))
+
+
+def _strict(tool: Any) -> bool:
+    if not isinstance(tool, dict):
+        return False  # the engine refuses it
+    function = tool.get("function")
+    return bool(tool.get("strict") or (isinstance(function, dict) and function.get("strict")))
 
 
 def _continuable(body: Json, parsed: bool) -> bool:

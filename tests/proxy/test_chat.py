@@ -42,6 +42,17 @@ def test_what_can_be_continued(extra, continuable):
         ({"repetition_penalty": 1.1}, "penalties"),
         ({"logit_bias": {"5": 1}}, "constrained"),
         ({"min_tokens": 2}, "constrained"),
+        ({"temperature": 0.009}, "greedy"),
+        ({"temperature": 0.01}, ""),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ""),
+        ({"tools": [{}], "tool_choice": "auto", "parallel_tool_calls": True}, ""),
+        ({"tools": [{}], "tool_choice": "none"}, ""),
+        ({"tools": [{}], "tool_choice": None}, ""),
+        ({"tools": [{}], "tool_choice": "required"}, "constrained"),
+        ({"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "constrained"),
+        ({"tools": [{}, {"function": {"name": "f", "strict": True}}]}, "constrained"),
+        ({"tools": [{"function": {"name": "f", "strict": False}}]}, ""),
+        ({"tools": [{}], "parallel_tool_calls": False}, "constrained"),
     ],
 )
 def test_what_can_be_trained_on(extra, masked):
