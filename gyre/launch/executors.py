@@ -26,6 +26,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
+from gyre import models
 from gyre.config import Config
 from gyre.errors import EXIT_OK
 from gyre.launch import script
@@ -238,7 +239,28 @@ def task(config: Config, run_dir: Path, command: str, exports: Sequence[tuple[st
         exports = [*exports, (RANK_PROGRAM, program)]
     search = None if str(package) == config.root else str(package)
     own = None if python == _THEIR_PYTHON else str(Path(sys.executable).parent)
-    return script.Task(command, ended, config.root, own, search, tuple(exports))
+    if config.slurm.container and config.model.path.startswith("gyre:"):  # a container may have another home directory
+        exports = [*exports, ("GYRE_CACHE", str(models.cache_directory().parent.absolute()))]
+    mounts = _mounts(config, run_dir) if config.slurm.container else ()
+    return script.Task(command, ended, config.root, own, search, tuple(exports), mounts)
+
+
+def _mounts(config: Config, run_dir: Path) -> tuple[str, ...]:
+    """What a container must see, apart from the start directory: the run, model, tasks, made models and scratch."""
+    wanted = [run_dir, config.tasks.path, config.network.scratch]
+    if config.model.path.startswith("gyre:"):
+        cache = models.cache_directory()
+        cache.mkdir(parents=True, exist_ok=True)  # what is not there cannot be mounted
+        wanted.append(cache.parent)
+    else:
+        wanted.append(config.model.path)
+    seen = [Path(config.root)]
+    for path in filter(None, wanted):
+        path = Path(os.path.abspath(Path(config.root, Path(path).expanduser())))
+        for place in (path, path.resolve()):  # a link is of no use without what it points to
+            if not any(place.is_relative_to(known) for known in seen):
+                seen.append(place)
+    return tuple(map(str, seen[1:]))
 
 
 def submission_text(config: Config, plan: Plan, run_dir: Path, folder: Path, command: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -129,7 +130,11 @@ def scratch(config: Config, run_name: str, attempt: int, rank: int) -> Path:
     for left in Path(base).glob(f"gyre-{run}-*-{rank}"):  # of an attempt that was killed; only one runs at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
-        path.mkdir(mode=0o700, parents=True)
+        # What cannot be removed, such as another user's file, may stay: no name in here is used twice.
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise FileExistsError(errno.EEXIST, "a link is there")
+        path.chmod(0o700)
     except OSError as error:
         raise UserError(
             f"network.scratch: cannot make {path} ({error.strerror}); set it to a local directory"

@@ -28,6 +28,7 @@ class Task:
     bin: str | None = None  # directory to put first in PATH: the interpreter's
     search_path: str | None = None  # directory for PYTHONPATH, where Gyre is not installed with the interpreter
     exports: tuple[tuple[str, str], ...] = ()
+    mounts: tuple[str, ...] = ()  # what a container must see, apart from `root`
 
 
 def render(plan: Plan, slurm: SlurmConfig, name: str, output: str, task: Task) -> str:
@@ -115,7 +116,8 @@ def _body(plan: Plan, slurm: SlurmConfig, task: Task) -> Iterator[str]:
 def _srun(plan: Plan, slurm: SlurmConfig, task: Task) -> str:
     flags = [*STEP_FLAGS]
     if slurm.container:
-        flags += [f"--container-image={slurm.container}", f"--container-mounts={task.root}:{task.root}"]
+        mounts = ",".join(f"{path}:{path}" for path in (task.root, *task.mounts))
+        flags += [f"--container-image={slurm.container}", f"--container-mounts={mounts}"]
         flags += [f"--container-workdir={task.root}"]
     if not plan.het:
         (only,) = plan.components

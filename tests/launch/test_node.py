@@ -79,6 +79,21 @@ def test_scratch_is_private_fresh_and_short(tmp_path, monkeypatch):
     assert second != first and not first.exists(), "what a killed attempt left on this node goes with the next one"
 
 
+def test_scratch_with_something_that_cannot_be_removed_is_used_again(tmp_path, monkeypatch):
+    here = config(tmp_path, network={"scratch": str(tmp_path / "tmp")})
+    first = node.scratch(here, "run", 1, 0)
+    (first / "left").touch()
+    first.chmod(0o755)
+    monkeypatch.setattr(node.shutil, "rmtree", lambda path, ignore_errors: None)
+    assert node.scratch(here, "run", 1, 0) == first
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700
+    (first / "left").unlink()
+    first.rmdir()
+    first.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="a link is there"):
+        node.scratch(here, "run", 1, 0)
+
+
 def test_scratch_that_cannot_be_made_names_its_key(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"network\.scratch"):

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from gyre.config import build
+from gyre.launch import executors
 from gyre.launch.plan import plan
 from gyre.launch.script import Task, body, render
 from tests.launch.support import settings
@@ -83,6 +84,40 @@ def test_setup_lines_come_before_the_step_and_the_container_is_mounted(tmp_path)
     assert script.index("module load cuda") < script.index("srun ")
     assert script.count("--container-image=img.sqsh") == 2
     assert "--container-mounts='/a place:/a place'" in script or "'--container-mounts=/a place:/a place'" in script
+
+
+def in_container(tmp_path, **sections):
+    """The mounts and exports of a run whose files are in `tmp_path` and which was started in `tmp_path`/start."""
+    root = tmp_path / "start"
+    root.mkdir(exist_ok=True)
+    data = {**settings(tmp_path), "root": str(root)}
+    data["slurm"]["container"] = "img.sqsh"
+    config = build({**data, **sections})
+    task = executors.task(config, root / "logs/run", "rank")
+    script = render(plan(config), config.slurm, "name", "/out/%j.out", task)
+    mounts = ",".join(f"{path}:{path}" for path in (root, *task.mounts))
+    assert script.count(f"--container-mounts={mounts} ") == 2
+    return list(task.mounts), dict(task.exports)
+
+
+def test_a_container_sees_made_models_tasks_and_scratch(tmp_path, monkeypatch):
+    monkeypatch.setenv("GYRE_CACHE", str(tmp_path / "cache"))
+    mounts, exports = in_container(tmp_path, network={"scratch": "/local/disk"})
+    assert mounts == [f"{tmp_path}/tasks.jsonl", "/local/disk", f"{tmp_path}/cache"]
+    assert exports["GYRE_CACHE"] == f"{tmp_path}/cache"
+    assert (tmp_path / "cache").is_dir()
+
+
+def test_a_container_sees_a_model_also_through_a_link_and_the_start_directory_once(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "start").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "big")
+    (tmp_path / "start/model").symlink_to(tmp_path / "big")
+    model = {"dtype": "float32", "max_context": 256}
+    tasks = {"path": "tasks.jsonl"}
+    mounts, exports = in_container(tmp_path, model={**model, "path": f"{tmp_path}/link"}, tasks=tasks)
+    assert mounts == [f"{tmp_path}/link", f"{tmp_path}/big"] and "GYRE_CACHE" not in exports
+    assert in_container(tmp_path, model={**model, "path": "model"}, tasks=tasks)[0] == [f"{tmp_path}/big"]
 
 
 def test_directory_is_quoted_and_python_path_only_where_needed(tmp_path):
