@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -26,6 +27,8 @@ from typing import Any
 from gyre.errors import InvariantBroken, WeightsMismatch
 from gyre.faults import fault
 from gyre.run_dir import RunDir, read_json, sync_directory, write_atomic
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def clean(run_dir: RunDir) -> list[int]:
     known = set(run_dir.commits())
     halves = [p for p in run_dir.checkpoints.glob("*") if p.name.isdigit() and int(p.name) not in known]
     for path in halves:
-        shutil.rmtree(path)
+        _remove(path)
     return sorted(int(path.name) for path in halves)
 
 
@@ -92,7 +95,7 @@ def write(
     if read(run_dir, commit.version) is not None:
         raise InvariantBroken(15, f"policy version {commit.version} is committed already")
     shutil.rmtree(directory, ignore_errors=True)
-    commit.model(run_dir).mkdir(parents=True)
+    commit.model(run_dir).mkdir(parents=True, exist_ok=True)
     fault(f"commit:{commit.version}:saving", 0)
     save_state(commit.deepspeed(run_dir), commit.tag)
     save_model(commit.model(run_dir))
@@ -111,7 +114,14 @@ def prune(run_dir: RunDir, keep: int) -> None:
     for version in run_dir.commits()[:-keep]:
         (run_dir.checkpoint(version) / "COMMIT").unlink()
         sync_directory(run_dir.checkpoint(version))
-        shutil.rmtree(run_dir.checkpoint(version))
+        _remove(run_dir.checkpoint(version))
+
+
+def _remove(directory: Path) -> None:
+    """Remove what can be removed: a file that somebody has open on NFS stays, and is no reason to end a run."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        log.warning("%s could not be removed wholly; without COMMIT it does not count", directory)
 
 
 def _sync_tree(root: Path) -> int:

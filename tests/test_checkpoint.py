@@ -60,6 +60,20 @@ def test_half_a_commit_is_no_commit(run_dir):
     assert write(run_dir, 2) == checkpoint.latest(run_dir)
 
 
+def test_a_directory_that_cannot_be_removed_is_no_reason_to_fail(run_dir, monkeypatch, caplog):
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(f"{path} is not empty")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    for version in (1, 2, 3):
+        write(run_dir, version)
+    assert run_dir.commits() == [2, 3] and run_dir.checkpoint(1).exists()
+    assert checkpoint.clean(run_dir) == [1]
+    assert caplog.text.count("could not be removed") == 2
+    assert write(run_dir, 4) == checkpoint.latest(run_dir)
+
+
 @pytest.mark.parametrize("moment", ["saving", "before_rename"])
 def test_a_commit_that_is_killed_leaves_the_one_before(run_dir, moment, monkeypatch):
     write(run_dir, 1)

@@ -9,6 +9,7 @@ that round. A group that failed is dead for good; the next one has another name.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 32 << 20
 _POLL_SECONDS = 0.001
+_BUCKET_SECONDS = 120.0  # Gloo gives up by itself, earlier; NCCL never does
 
 
 class ReduceFailed(GyreError):
@@ -106,37 +108,74 @@ class Groups:
         self._connect = connect  # a client of its own for each group: a group that waits blocks its client
         self._rank = rank
         self._address = address
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
-    def get(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def get(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        called_off: Callable[[], bool] = lambda: False,
+        deadline: float | None = None,
+    ) -> dist.ProcessGroup:
         """The group of these ranks (the first is the root) under a name; all of them must ask for it.
 
+        It is made until `deadline` (monotonic), by default the timeout from now; `called_off` is asked now and then.
+
         Raises:
-            ReduceFailed: it did not come about within the timeout.
+            ReduceFailed: it did not come about in time, or was called off.
         """
         key = (name, tuple(ranks))
         if key not in self._groups:
+            deadline = deadline or time.monotonic() + self._timeout.total_seconds()
+            self._groups[key] = self._make_aside(name, list(ranks), called_off, deadline)
+        return self._groups[key]
+
+    def _make_aside(
+        self, name: str, ranks: list[int], called_off: Callable[[], bool], deadline: float
+    ) -> dist.ProcessGroup:
+        """Making a group blocks and cannot be called off, so a thread does it and may be left behind."""
+        result: list[dist.ProcessGroup | BaseException] = []
+
+        def make() -> None:
             try:
                 store = dist.PrefixStore(f"groups/{name}/{len(ranks)}", self._connect())
-                self._groups[key] = self._make(store, list(ranks).index(self._rank), len(ranks))
-            except (RuntimeError, ValueError) as error:
-                raise ReduceFailed(f"group {name} of ranks {list(ranks)}: {str(error).splitlines()[0]}") from error
-        return self._groups[key]
+                result.append(self._make(store, ranks.index(self._rank), len(ranks)))
+            except BaseException as error:  # handed to the caller
+                result.append(error)
+
+        thread = threading.Thread(target=make, name=f"group {name}", daemon=True)
+        thread.start()
+        while not result:
+            thread.join(0.05)
+            if not result and called_off():
+                raise ReduceFailed("called off")
+            if not result and time.monotonic() > deadline:
+                raise ReduceFailed(f"group {name} of ranks {ranks} did not come about in time")
+        made = result[0]
+        if isinstance(made, (RuntimeError, ValueError)):
+            raise ReduceFailed(f"group {name} of ranks {ranks}: {str(made).splitlines()[0]}") from made
+        if isinstance(made, BaseException):
+            raise made
+        return made
 
     def build_prefixes(self, name: str, ranks: Sequence[int]) -> None:
         """Build the groups of all prefixes of `ranks` that this rank is in, smallest first.
 
         Raises:
-            ReduceFailed: a member did not come within the timeout.
+            ReduceFailed: they did not all come about within the timeout.
         """
+        deadline = time.monotonic() + self._timeout.total_seconds()
         for size in range(max(2, list(ranks).index(self._rank) + 1), len(ranks) + 1):
-            self.get(name, ranks[:size])
+            self.get(name, ranks[:size], deadline=deadline)
 
     def _make(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-        if self._cuda:
-            return dist.ProcessGroupNCCL(store, rank, size, timeout=self._timeout)
+        if self._device.type == "cuda":
+            group = dist.ProcessGroupNCCL(store, rank, size, timeout=self._timeout)
+            # NCCL connects at the first collective, and blocks there: it shall be here, not in the main thread
+            _wait(group.reduce([torch.zeros(1, device=self._device)], _to_root()), lambda: False, True)
+            return group
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = self._timeout
@@ -158,18 +197,21 @@ class Groups:
 
 
 def reduce_to_root(
-    group: dist.ProcessGroup, source: torch.Tensor, target: torch.Tensor | None, called_off: Callable[[], bool]
+    group: dist.ProcessGroup,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    called_off: Callable[[], bool],
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Add `source` (flat) of all members up in the root's `target`; other members give no target.
 
     It goes bucket by bucket through a copy, since a backend may scribble on what it was given: `source` stays intact
-    on every member, so that a failed reduce can be repeated on another group. `called_off` is asked now and then.
+    on every member, so that a failed reduce can be repeated on another group. `called_off` is asked now and then;
+    `progress` is called with every bucket.
 
     Raises:
         ReduceFailed: the group failed or the reduce was called off; the contents of `target` are then undefined.
     """
-    options = dist.ReduceOptions()
-    options.rootRank = 0
     size = max(1, _BUCKET_BYTES // source.element_size())
     bucket = torch.empty(min(size, source.numel()), dtype=source.dtype, device=source.device)
     for start in range(0, source.numel(), size):
@@ -177,19 +219,31 @@ def reduce_to_root(
         copy = bucket[: part.numel()]
         copy.copy_(part)
         try:
-            _wait(group.reduce([copy], options), called_off)
+            _wait(group.reduce([copy], _to_root()), called_off, copy.is_cuda)
         except RuntimeError as error:
             raise ReduceFailed(str(error).splitlines()[0]) from error
         if target is not None:
             target[start : start + size].copy_(copy)
+        progress()
 
 
-def _wait(work: dist.Work, called_off: Callable[[], bool]) -> None:
+def _to_root() -> dist.ReduceOptions:
+    options = dist.ReduceOptions()
+    options.rootRank = 0
+    return options
+
+
+def _wait(work: dist.Work, called_off: Callable[[], bool], cuda: bool) -> None:
     patience = time.monotonic() + 0.1
+    deadline = time.monotonic() + _BUCKET_SECONDS
     while not work.is_completed():
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > patience:
             if called_off():
                 raise ReduceFailed("called off")
             patience = time.monotonic() + 0.1
+        if time.monotonic() > deadline:
+            raise ReduceFailed(f"a bucket did not come through within {_BUCKET_SECONDS:g} s")
+    if cuda and (error := work.exception()) is not None:  # NCCL's wait only orders streams, and does not raise it
+        raise ReduceFailed(str(error).splitlines()[0])
     work.wait()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
+import os
 import threading
 import time
 import urllib.parse
@@ -22,7 +24,11 @@ from gyre.store import Store
 from gyre.training.ledger import Member
 from gyre.training.packing import MicroStep, decode
 
+log = logging.getLogger(__name__)
+
 BEAT_SECONDS = 0.5
+#: One piece of work (a micro-step, a bucket of a reduce, an optimizer step) that takes longer is stuck.
+WORK_SECONDS = 600.0
 _CLAIM_TIMEOUT = 30.0
 
 
@@ -140,18 +146,44 @@ class StateWord:
         return "joined" if self._store.compare_set(self._key, f"open:{position}", word) == word else "wait"
 
 
+class Pulse:
+    """Counts the pieces of work of the main thread; one that takes over `limit` seconds is stuck."""
+
+    def __init__(self, limit: float = WORK_SECONDS) -> None:
+        self.limit = limit
+        self.count = 0
+
+    def beat(self) -> None:
+        """A piece of work is done, or a wait is still a wait that looks around."""
+        self.count += 1
+
+
 @contextmanager
-def beating(store: Store, update: int, member: Member) -> Iterator[None]:
-    """Give life signs in a thread while this member is in an update: a counter that rises."""
+def beating(store: Store, update: int, member: Member, pulse: Pulse) -> Iterator[None]:
+    """Give life signs in a thread while this member is in an update: a counter that rises.
+
+    A main thread that is stuck (in a driver, a collective, a file system) must not pass for a living one. A satellite
+    then falls silent, and the core bars it; the core itself, which nobody bars, ends its process.
+    """
     stop = threading.Event()
     clone = store.clone()
     key = beat_key(update, member)
 
     def run() -> None:
+        seen, idle, stuck = pulse.count, 0.0, False
         with suppress(StoreLost):  # the main thread meets it too, and says so
             while not stop.is_set():
-                clone.add(key, 1)
+                if not stuck:
+                    clone.add(key, 1)
                 stop.wait(BEAT_SECONDS)
+                last, seen = seen, pulse.count
+                # beats are counted, not the clock: a process that was stopped for a while was not stuck
+                idle = idle + BEAT_SECONDS if seen == last else 0.0
+                was, stuck = stuck, idle > pulse.limit
+                if stuck and not was and not stop.is_set():
+                    log.critical("update %d: one piece of work takes over %g s: stuck", update, pulse.limit)
+                    if member[0] == 0:
+                        os._exit(1)  # nothing gentler ends a process whose main thread does not come back
 
     thread = threading.Thread(target=run, name=f"beat {update}", daemon=True)
     thread.start()

@@ -41,6 +41,7 @@ class Stream:
     leases: Leases = field(default_factory=Leases)
     suspended: bool = False
     settled: bool = False  # its sum is complete at the core
+    agreed: tuple[dict[Member, list[int]], bool] | None = None  # what was settled last, until it goes on
     tokens: int = 0
     cells: int = 0  # of the matrices, padding included
     stale: float = 0.0  # versions between sampling and training, summed over trained tokens
@@ -122,6 +123,7 @@ class Supply:
     def resume(self, update: int) -> None:
         """Go on after a suspension."""
         self.stream(update).suspended = False
+        self.stream(update).agreed = None
 
     def close_short(self, update: int, groups: int | None = None) -> int:
         """Take `groups` groups altogether, or no further one where it is None; returns how many that makes."""
@@ -213,12 +215,17 @@ class Supply:
         """Check that these sums may be added up (invariant 8); None if so, else why not.
 
         With `final` they are the whole update and its stream ends; without, they become the core's partial sum.
+        Asking the same again gives the same answer, since the first one may have been lost on its way.
         """
         stream = self.stream(update)
+        asked = {member: sorted(ids) for member, ids in ledgers.items()}, final
+        if stream.agreed == asked:
+            return None
         if final and not stream.dry:
             return "the stream is not dry"
-        fault = stream.leases.fault(ledgers, final)
+        fault = stream.leases.fault(asked[0], final)
         if fault is None:
             stream.leases.merge(ledgers, core)
             stream.settled = final
+            stream.agreed = asked
         return fault

@@ -6,12 +6,14 @@
 It stays alive across role changes. Operations, their arguments and what they return (times in seconds, sizes in
 bytes); an operation that fails is answered with an error, and its effect on an update is nil (invariant 8):
 
-start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, model, address, scratch, patience=30)
+start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, model, address, scratch, patience=30,
+      work_limit=600)
     Builds the model of directory `model` under the run directory's configuration, and parks. Rank 0 is the core: it
     loads the latest commit (or the model's weights where there is none), wraps them in DeepSpeed, and writes and
     announces snapshot `version * updates_per_batch`. A satellite has no weights before its first update. `prefix` is
     that of the store's keys, `address` this node's, as other ranks reach it; `patience` the seconds without a life
-    sign after which the core bars a member. On a GPU where `cells.gpus` > 0.
+    sign after which the core bars a member, `work_limit` those after which one piece of work counts as stuck: a
+    satellite then gives no more life signs, and the core ends its process. On a GPU where `cells.gpus` > 0.
     -> {"seconds", "parameters", "version", "snapshot", "checksum"}     (the last three from the core alone)
 wake()       take device memory back, before the first train after a park -> {"seconds"}
 park()       give device memory back: a satellite's weights, gradients and accumulators; the core's gradients and
@@ -72,7 +74,7 @@ from gyre.training.core import CoreModel, begin_world
 from gyre.training.gradients import Groups, ReduceFailed
 from gyre.training.model import DTYPES, SatelliteModel, trim_heap
 from gyre.training.slots import Slots, remove_shared, shared_prefix
-from gyre.training.stream import Claims
+from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
 from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
 
 log = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class Trainer:
         address: str,
         scratch: str | None = None,
         patience: float = 30.0,
+        work_limit: float = WORK_SECONDS,
     ) -> dict[str, Any]:
         """Build the model; see the module's docstring."""
         begun = time.monotonic()
@@ -114,7 +117,7 @@ class Trainer:
         self._config = configuration.load(self._run_dir.config)
         self._attempt, self._member, self._secret = attempt, (rank, incarnation), secret
         self._address, self._scratch, self._directory = address, scratch, Path(model)
-        self._patience = patience
+        self._patience, self._work_limit = patience, work_limit
         self._store = Store.connect(prefix, store[0], int(store[1]))
         self._core = rank == 0
         self._device = torch.device("cuda", 0) if self._config.cells.gpus else torch.device("cpu")
@@ -150,7 +153,7 @@ class Trainer:
         self._model = SatelliteModel(
             self._directory, DTYPES[self._config.model.dtype], self._config.train, self._device
         )
-        trim_heap()
+        self.park()  # torch keeps freed device memory for itself until it is told to give it back
         return {}
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -227,7 +230,8 @@ class Trainer:
             if url is None:
                 raise ChildFailed("the feeder was not announced")
             self._claims = Claims(url, self._secret, self._member)
-        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit, self._patience)
+        pulse = Pulse(self._work_limit)
+        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit, pulse, self._patience)
 
     def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
         """This cell's part in an update."""
@@ -263,7 +267,8 @@ class Trainer:
         part = CorePart(self._desk(), model, total, generation, members)
         if part.run() == "suspended":
             return {"how": "suspended", "members": total.most}
-        metrics = self._step(part, part.clock)
+        with beating(self._store, update, self._member, part.desk.pulse):
+            metrics = self._step(part, part.clock)
         self._sum = None
         model.accumulators.flat.release()
         return {
@@ -284,6 +289,7 @@ class Trainer:
         fault(f"update:{update}:stepping", 0)
         norm = self._model.step(sums.weight, self._config.train.clip_norm)
         clock.add("step", begun)
+        part.desk.pulse.beat()
         begun = time.monotonic()
         part.stage("writing")
         self._publish(update)

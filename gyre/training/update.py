@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,7 +27,7 @@ from gyre.training.gradients import Accumulators, Groups, ReduceFailed, reduce_t
 from gyre.training.ledger import Member
 from gyre.training.loss import Statistics
 from gyre.training.packing import MicroStep
-from gyre.training.stream import Claims, StateWord, Watch, beating
+from gyre.training.stream import Claims, Pulse, StateWord, Watch, beating
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class Desk:
     groups: Groups
     member: Member
     emit: Callable[[dict[str, Any]], None]
+    pulse: Pulse = field(default_factory=Pulse)
     patience: float = 30.0  # seconds without a life sign before a member is barred
     grace: float = 10.0  # seconds a member has to answer in a round
 
@@ -109,6 +109,7 @@ class Part:
     def work(self) -> tuple[str, int]:
         """Claim and compute until there is nothing to claim; returns the feeder's last word and what is unfinished."""
         while True:
+            self.desk.pulse.beat()
             begun = time.monotonic()
             answer = self.desk.claims.claim(self.update, self.sum.micro_steps[-1:])
             self.clock.add("wait", begun)
@@ -128,24 +129,8 @@ class Part:
             self.desk.emit({"type": "progress", "update": self.update, **progress})
 
     def group(self, name: str, ranks: Sequence[int], called_off: Callable[[], bool]) -> dist.ProcessGroup:
-        """The process group of a round; making it blocks, so a thread does it and may be left behind."""
-        result: list[dist.ProcessGroup | BaseException] = []
-
-        def make() -> None:
-            try:
-                result.append(self.desk.groups.get(name, ranks))
-            except BaseException as error:  # handed to the caller
-                result.append(error)
-
-        thread = threading.Thread(target=make, name=f"group {name}", daemon=True)
-        thread.start()
-        while not result:
-            thread.join(0.05)
-            if not result and called_off():
-                raise ReduceFailed("called off")
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return result[0]
+        """The process group of a round."""
+        return self.desk.groups.get(name, ranks, called_off)
 
     def lose_group(self, name: str, ranks: Sequence[int]) -> None:
         """A group failed here: no member uses one of that name again."""
@@ -168,7 +153,7 @@ class CorePart(Part):
         self.word.open()
         self.desk.emit({"type": "opened", "update": self.update})
         self.stage("training")
-        with beating(self.desk.store, self.update, self.desk.member):
+        with beating(self.desk.store, self.update, self.desk.member, self.desk.pulse):
             while True:
                 word, unfinished = self.work()
                 if word == "wait":
@@ -217,6 +202,7 @@ class CorePart(Part):
 
     def _lost(self, members: Sequence[Member]) -> bool:
         """Whether one of these has been barred, now or before."""
+        self.desk.pulse.beat()
         self._bar_silent(members)
         self._ask_barred()
         return any(member in self._barred for member in members)
@@ -241,6 +227,8 @@ class CorePart(Part):
             if self._settle(reports, members, final):
                 self._take(reports, members, total)
                 verdict = "done"
+                for member in members:  # the core alone reads them: they would pile up over a long run
+                    store.delete(self.round_key(number, f"/{member[0]}"))
         except ReduceFailed as error:
             log.warning("update %d, round %d: %s", self.update, number, error)
             self.lose_group(name, ranks)
@@ -271,7 +259,7 @@ class CorePart(Part):
         source = self.worker.accumulators.flat.data
         total = torch.empty_like(source)
         fault(f"update:{self.update}:reducing", 0)
-        reduce_to_root(self.group(name, ranks, called_off), source, total, called_off)
+        reduce_to_root(self.group(name, ranks, called_off), source, total, called_off, self.desk.pulse.beat)
         return total
 
     def _settle(self, reports: dict[Member, dict[str, Any]], members: Sequence[Member], final: bool) -> bool:
@@ -332,11 +320,12 @@ class SatellitePart(Part):
         store, member = self.desk.store, self.desk.member
         store.set(f"stream/{self.update}/member/{self._position}", json.dumps(member))
         deadline = time.monotonic() + timeout
-        with beating(store, self.update, member):
+        with beating(store, self.update, member, self.desk.pulse):
             number = store.add(f"stream/{self.update}/rounds", 0)
             while (joined := self.word.join(self._position)) != "joined":
                 if joined == "missed" or time.monotonic() > deadline:
                     return "missed"
+                self.desk.pulse.beat()
                 time.sleep(_POLL_SECONDS)
                 number = store.add(f"stream/{self.update}/rounds", 0)
             self.desk.emit({"type": "joined", "update": self.update, "position": self._position})
@@ -362,6 +351,7 @@ class SatellitePart(Part):
                 time.sleep(_POLL_SECONDS)
 
     def _check_core(self) -> None:
+        self.desk.pulse.beat()
         if self._watch.silent([self._core]):
             raise ChildFailed(f"update {self.update}: the core has gone silent")
 
@@ -384,7 +374,8 @@ class SatellitePart(Part):
         begun = time.monotonic()
         try:
             group = self.group(plan["group"], ranks, called_off)
-            reduce_to_root(group, self.worker.accumulators.flat.data, None, called_off)
+            source = self.worker.accumulators.flat.data
+            reduce_to_root(group, source, None, called_off, self.desk.pulse.beat)
         except ReduceFailed as error:
             log.warning("update %d, round %d: %s", self.update, number, error)
             self.lose_group(plan["group"], ranks)

@@ -215,6 +215,24 @@ def test_ledgers_that_do_not_partition_are_refused():
     assert supply.bar(other) == {}  # its sum is in: nothing goes back
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_settling_the_same_again_gets_the_same_answer(final):
+    supply = supply_with(1, 2, budget=40)
+    supply.begin(1, 2)
+    other, ledgers = (1, 1), {CORE: [], (1, 1): []}
+    while steps := [(m, c.step.id) for m in (CORE, other) if (c := supply.claim(1, m, ledgers[m][-1:])).step]:
+        for member, step in steps:
+            ledgers[member].append(step)
+    assert all(ledgers.values())
+    for _ in range(2):  # the first answer was lost on its way
+        assert supply.settle(1, ledgers, CORE, final) is None
+    assert "lists" in supply.settle(1, {CORE: ledgers[CORE]}, CORE, final)
+    if not final:
+        supply.resume(1)
+        assert "lists" in supply.settle(1, ledgers, CORE, final)
+        assert supply.settle(1, {CORE: ledgers[CORE] + ledgers[other]}, CORE, True) is None
+
+
 def test_a_barred_member_stays_barred_in_later_updates():
     supply = supply_with(1)
     supply.bar((1, 1))
