@@ -68,11 +68,13 @@ def test_tiny_learns_in_a_het_job_submitted_by_hand(site):
 
 
 def test_launch_submits_a_het_job_and_follows_it(site, tmp_path):
-    config = tiny(tmp_path)
+    """Its batches are split over two updates each."""
+    config = tiny(tmp_path, train={"updates": 4, "updates_per_batch": 2})
     assert site.place.launch("run", config, "--cluster", "slurm", "--name", "het") == 0, site.place.output()
     run = site.place.run("het")
     assert_whole(run.summary)
-    assert run.summary["updates"] == 2
+    assert (run.summary["updates"], run.summary["policy_version"]) == (4, 2)
+    assert len(run.trained_groups()) == len(set(run.trained_groups())) == 2 * 4
 
 
 def test_a_requeued_job_goes_on_by_itself(site, tmp_path):
@@ -89,8 +91,15 @@ def test_a_requeued_job_goes_on_by_itself(site, tmp_path):
 
 
 def test_without_het_jobs_everything_shares_one_allocation(site, tmp_path):
-    config = tiny(tmp_path, slurm={"het": False})
+    """One cell, and a standalone engine that serves while the cell trains."""
+    config = tiny(tmp_path, slurm={"het": False}, cells={"count": 1, "standalone": 1})
     data = yaml.safe_load(config.read_text())
     assert data["slurm"]["het"] is False
     assert site.place.launch("run", config, "--cluster", "slurm", "--name", "flat") == 0, site.place.output()
-    assert_whole(site.place.run("flat").summary)
+    run = site.place.run("flat")
+    assert_whole(run.summary)
+    assert {(event["rank"], event["state"]) for event in run.events("role_reached")} >= {
+        (0, "TRAINING"),
+        (1, "ROLLOUT"),
+    }
+    assert not [e for e in run.events("move_started") if e["rank"] == 1 and e["target"] == "training"]
