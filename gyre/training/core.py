@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from gyre.config import Config
 from gyre.training.gradients import norm_of
@@ -94,10 +95,27 @@ class CoreModel(CellModel):
         )
         for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
             module._buffers.update(before)
+        if config.model.dtype != "float32":
+            self._take_full_precision(directory)
         self.accumulators.hook()
         self._parked: Parked | None = None
         self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
         self._open = False
+
+    def _take_full_precision(self, directory: Path) -> None:
+        """Start the fp32 masters from fp32 weights on disk, where it has them.
+
+        DeepSpeed copies them from the rounded weights. Each master then sits in the middle of its rounding interval,
+        and steps much smaller than the interval move no weight that anyone computes with until enough of them add up.
+        """
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        own = dict(zip(self.names, self.parameters, strict=True))
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                for name in own.keys() & set(opened.keys()):
+                    if opened.get_slice(name).get_dtype() == "F32":
+                        safe_set_full_fp32_param(own[name], opened.get_tensor(name))
 
     def compute(self, step: MicroStep) -> Statistics:
         """Add one micro-step's gradient sum to the accumulators."""
