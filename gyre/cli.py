@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     from gyre.config import load
     from gyre.launch import check, directory
 
-    overrides = [*options.overrides, *([f"name={json.dumps(options.name)}"] if options.name else [])]
+    overrides = [*options.overrides, *([f"name={json.dumps(options.name)}"] if options.name is not None else [])]
     config = load(options.target, overrides)
     check.before_start(config, options.cluster)
     run = directory.create(config, named=bool(options.name))

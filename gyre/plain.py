@@ -82,7 +82,7 @@ class PlainReporter:
         if kind in _AT_ONCE and self._said_at_once[kind] < _BURST:
             self.flush()
             self._said_at_once[kind] += 1
-            self.line(words.describe(self._config, event) or kind, event.get("t"))
+            self.line(words.describe(self._config, event) or kind)
         else:
             self._gather(kind, event)
 

@@ -173,7 +173,7 @@ def watch(
     console = console or Console()
     stop = stop or threading.Event()
     reader = RunReader(run_dir, after)
-    if not reader.run.path.is_dir():
+    if not reader.run.config.is_file():
         raise UserError(f"{reader.run.path} is not a run directory; runs are in logs/")
     lines = not console.is_terminal if plain is None else plain
     ended = _watch_lines(reader, stop, console) if lines else _watch_live(reader, stop, console)

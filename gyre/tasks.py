@@ -31,6 +31,11 @@ def load_tasks(path: Path) -> list[Task]:
     except UnicodeDecodeError as error:
         raise UserError(f"the task file {path} is not UTF-8 text; write one JSON object a line") from error
     tasks = [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    seen: set[str] = set()
+    for task in tasks:
+        if (name := json.dumps(task["id"])) in seen:
+            raise UserError(f"{path} has two tasks with the id {name}; give each one of its own")
+        seen.add(name)
     if not tasks:
         raise UserError(f"the task file {path} has no tasks; write one JSON object a line")
     return tasks

@@ -46,6 +46,8 @@ def before_start(config: Config, cluster: str) -> None:
         plan(config)
     else:
         local_gpus(config)
+        if config.network.interface:
+            node.interface_address(config.network.interface)
 
 
 # -- the harness -----------------------------------------------------------------------------------------------------

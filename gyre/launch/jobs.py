@@ -16,7 +16,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from gyre.config import Config
 from gyre.errors import UserError
 from gyre.harness.process import MARK
-from gyre.launch import executors
+from gyre.launch import executors, node
 from gyre.launch.identity import LOCAL_KEY
 from gyre.launch.plan import Layout, plan
 from gyre.run_dir import RunDir
@@ -78,6 +78,7 @@ class LocalRun:
     """A run on this machine."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
+        self._run, self._config = run, config
         self.folder = _folder(run)
         executor = executors.GyreLocalExecutor(self.folder, Layout.of(config).ranks)
         self.key = executor.key
@@ -123,8 +124,10 @@ class LocalRun:
             time.sleep(_POLL)
 
     def _sweep(self) -> None:
-        deadline = time.monotonic() + 10.0
+        """Kill what is left, and remove what it can no longer remove itself."""
+        deadline, killed = time.monotonic() + 10.0, False
         while (left := marked(self.key)) and time.monotonic() < deadline:
+            killed = True
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -132,6 +135,11 @@ class LocalRun:
                     continue
             time.sleep(_POLL)
         self._job.done()  # collects the controller
+        if killed:
+            from gyre.training.slots import remove_shared
+
+            remove_shared(self._run.path)
+            node.remove_scratch(self._config, self._run.name)
 
 
 # -- Slurm -----------------------------------------------------------------------------------------------------------

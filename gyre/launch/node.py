@@ -35,7 +35,12 @@ def port(config: Config, purpose: str, rank: int = 0) -> int:
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------
-def _interface_address(name: str) -> str:
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises:
+        UserError: it has none.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
@@ -73,7 +78,7 @@ def address(config: Config, identity: Identity) -> str:
         UserError: the interface does not exist here.
     """
     if config.network.interface:
-        return _interface_address(config.network.interface)
+        return interface_address(config.network.interface)
     others = [name for name in identity.nodes if name != identity.node]
     if identity.launcher == "local" or not others:
         return LOOPBACK
@@ -124,10 +129,9 @@ def scratch(config: Config, run_name: str, attempt: int, rank: int) -> Path:
     It is under `network.scratch`, else $SLURM_TMPDIR, $TMPDIR or /tmp, with a short name (Unix sockets live in it) that
     no other run, attempt or user shares.
     """
-    base = config.network.scratch or os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    run = hashlib.sha256(f"{os.getuid()}/{config.root}/{run_name}/{socket.gethostname()}".encode()).hexdigest()[:10]
-    path = Path(base) / f"gyre-{run}-{attempt}-{rank}"
-    for left in Path(base).glob(f"gyre-{run}-*-{rank}"):  # of an attempt that was killed; only one runs at a time
+    base, run = _scratch_base(config), _scratch_name(config, run_name)
+    path = base / f"{run}-{attempt}-{rank}"
+    for left in base.glob(f"{run}-*-{rank}"):  # of an attempt that was killed; only one runs at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
         # What cannot be removed, such as another user's file, may stay: no name in here is used twice.
@@ -140,3 +144,18 @@ def scratch(config: Config, run_name: str, attempt: int, rank: int) -> Path:
             f"network.scratch: cannot make {path} ({error.strerror}); set it to a local directory"
         ) from error
     return path
+
+
+def remove_scratch(config: Config, run_name: str) -> None:
+    """Remove what killed ranks of a run left on this node."""
+    for left in _scratch_base(config).glob(f"{_scratch_name(config, run_name)}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _scratch_base(config: Config) -> Path:
+    return Path(config.network.scratch or os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def _scratch_name(config: Config, run_name: str) -> str:
+    whole = f"{os.getuid()}/{config.root}/{run_name}/{socket.gethostname()}"
+    return f"gyre-{hashlib.sha256(whole.encode()).hexdigest()[:10]}"

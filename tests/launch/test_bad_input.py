@@ -57,6 +57,7 @@ def run(tmp_path, data, *overrides, **extra):
         ({"harness": {"command": ["python3", "{root}/agent.py"]}}, ["harness.command", "agent.py"]),
         ({"harness": {"command": []}}, ["harness.command"]),
         ({"cells": {"count": 1, "slots": 1, "gpus": 99}}, ["99 GPUs", "cells.gpus=0"]),
+        ({"network": {"interface": "ib7"}}, ["network.interface", "ib7"]),
         ({"network": {"port_base": 60000}, "cells": {"count": 400, "slots": 1}}, ["network.port_base"]),
     ],
 )
@@ -75,6 +76,7 @@ def test_configuration(tmp_path, change, words):
         ('{"id": 1}\n{"id": 2\n', ["line 2", "not JSON"]),
         ('{"id": 1}\n\n{"name": 2}\n', ["line 3", "`id`"]),
         ('[{"id": 1}]\n', ["line 1", "`id`"]),
+        ('{"id": 1}\n{"id": 2}\n{"id": 1}\n', ["two tasks with the id 1"]),
     ],
 )
 def test_task_file(tmp_path, lines, words):
@@ -100,6 +102,15 @@ def test_scorer(tmp_path, score, words):
     (tmp_path / "broken.py").write_text("def score(:\n")
     data["harness"]["score"] = score
     refused(*run(tmp_path, data), *words)
+
+
+def test_an_empty_name(tmp_path):
+    refused(*run(tmp_path, settings(tmp_path), "--name", ""), "name")
+
+
+def test_watching_what_is_no_run(tmp_path):
+    done = launch("watch", tmp_path, cwd=tmp_path)
+    assert done.returncode == 2 and "is not a run directory" in done.stderr
 
 
 def test_harness_that_may_not_be_executed(tmp_path):

@@ -130,4 +130,4 @@ def test_more_or_fewer_ranks_than_the_configuration_has(tmp_path):
 
 
 def test_loopback_has_an_address():
-    assert socket.inet_aton(node._interface_address("lo"))
+    assert socket.inet_aton(node.interface_address("lo"))

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -110,6 +111,15 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(place, tmp_path):
     assert "launch.py resume" in place.output()
     assert run.events("run_ended")[-1]["how"] == "interrupted"
     assert run.summary["executions"]["finished"] > 0
+
+
+def test_a_second_ctrl_c_leaves_nothing_either(place, tmp_path):
+    process = place.start("run", tiny(tmp_path, train={"updates": 50}), "--name", "killed")
+    place.run("killed").wait_for(lambda run: run.dir.commits())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
 
 
 def test_a_run_that_cannot_start_says_why_and_leaves_nothing(place, tmp_path):
