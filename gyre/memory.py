@@ -5,21 +5,18 @@ from __future__ import annotations
 import psutil
 
 
-def tree_pss_mb(pid: int, extra: tuple[int, ...] = ()) -> float:
-    """Proportional set size of a process, all its descendants and the processes in `extra`, in MiB.
+def tree_pss_mb(pid: int) -> float:
+    """Proportional set size of a process and all its descendants, in MiB.
 
     Processes that end meanwhile, or belong to somebody else, count as nothing.
     """
-    processes: dict[int, psutil.Process] = {}
-    for root in (pid, *extra):
-        try:
-            process = psutil.Process(root)
-            for member in (process, *process.children(recursive=True)):
-                processes[member.pid] = member
-        except psutil.Error:
-            continue
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return 0.0
     total = 0
-    for process in processes.values():
+    for process in processes:
         try:
             total += process.memory_full_info().pss
         except psutil.Error:
