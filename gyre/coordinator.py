@@ -47,6 +47,7 @@ from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
 from gyre.scheduler.loop import SchedulerLoop
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
+from gyre.simulate import trace
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
 from gyre.tasks import load_tasks, task_file
 from gyre.training import snapshots
@@ -247,7 +248,15 @@ class Coordinator:
             if child:
                 await child.stop()
         self._events.close()
+        self._write_trace()
         snapshots.remove_shared(self._context.run_dir.path)
+
+    def _write_trace(self) -> None:
+        """Leave the run's trace beside its events; a run that cannot is none the worse for it."""
+        try:
+            trace.write(self._context.run_dir)
+        except Exception as error:
+            log.warning("cannot write the trace of the run: %s: %s", type(error).__name__, error)
 
     async def _await_gone(self) -> None:
         store, deadline = self._context.store, time.monotonic() + GONE_SECONDS

@@ -4,6 +4,7 @@
 <run>/events.jsonl                one event a line, written by rank 0 alone (`gyre.events`)
 <run>/status.json                 what the live view shows, replaced every second
 <run>/summary.json                written when an attempt ends
+<run>/trace.jsonl                 how long the executions took, for simulations; written when an attempt ends
 <run>/rendezvous.json             where the present attempt's store is; readable by its owner only
 <run>/lock                        held by rank 0 while an attempt runs
 <run>/launch.json, launch/<time>/ how the run was started last, and what the launcher keeps of each start
@@ -83,6 +84,7 @@ class RunDir:
         self.events = self.path / "events.jsonl"
         self.status = self.path / "status.json"
         self.summary = self.path / "summary.json"
+        self.trace = self.path / "trace.jsonl"
         self.rendezvous = self.path / "rendezvous.json"
         self.checkpoints = self.path / "checkpoints"
 

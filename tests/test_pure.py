@@ -23,6 +23,7 @@ MUST_BE_PURE = {
     "gyre.launch.plan",
     "gyre.launch.script",
     "gyre.proxy.routing",
+    "gyre.simulate.workload",
     "gyre.training.ledger",
     "gyre.training.packing",
     "gyre.trajectories.advantages",
