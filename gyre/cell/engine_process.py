@@ -71,12 +71,12 @@ class Process(Protocol):
         """Wait for its end; returns the exit code."""
 
 
-async def own(environment: dict[str, str], sock: socket.socket, output: int) -> Process:
-    """Start an engine in a process of its own; `sock` is its end of a socket pair, `output` its log."""
+async def own(environment: dict[str, str], sock: socket.socket, output: int, program: str) -> Process:
+    """Start an engine's module in a process of its own; `sock` is its end of a socket pair, `output` its log."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "gyre.cell.engine",
+        program,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -19,7 +19,7 @@ def device_environment(context: RankContext) -> dict[str, str]:
 def _fork_server(context: RankContext) -> str | None:
     """The name under which this run's engines on this node share their imports, where there are several on CPUs."""
     cells = context.config.cells
-    if cells.gpus or cells.count + cells.standalone == 1:
+    if cells.gpus or cells.count + cells.standalone == 1 or context.config.engine.kind != "vllm":
         return None
     attempt = context.scratch.name.rpartition("-")[0]  # of its rank
     return f"{attempt}-{os.environ.get('SLURMD_NODENAME', 'local')}"
@@ -43,4 +43,5 @@ def engine_settings(context: RankContext, model: Path) -> EngineSettings:
         fork_server=_fork_server(context),
         args=config.engine.args,
         env=device_environment(context) | config.engine.env,
+        timed=config.engine.pace.model_dump() if config.engine.kind == "timed" else None,
     )

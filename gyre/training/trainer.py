@@ -41,6 +41,8 @@ memory()     -> {"weights", "gradients", "accumulators", "optimizer", "rss", "ps
 checksum()   -> {"checksum", "snapshot"} of the weights held now (`gyre.checksum`); snapshot -1 where there are none
 stop()       removes this process's shared memory; the process ends when the parent closes -> {}
 
+Where `train.kind` is timed the model computes nothing (`gyre.training.timed`), and all this is the same.
+
 Events: {"type": "opened", "update"}             the core opened the stream (or opened it again)
         {"type": "joined", "update", "position"} this satellite is in
         {"type": "progress", "update", "micro_steps", "tokens", "seconds"}
@@ -75,6 +77,7 @@ from gyre.training.gradients import Groups, ReduceFailed
 from gyre.training.model import DTYPES, SatelliteModel, trim_heap
 from gyre.training.slots import Slots, remove_shared, shared_prefix
 from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
+from gyre.training.timed import TimedCore, TimedSatellite
 from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
 
 log = logging.getLogger(__name__)
@@ -89,7 +92,7 @@ class Trainer:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._model: CoreModel | SatelliteModel | None = None
+        self._model: CoreModel | TimedCore | SatelliteModel | TimedSatellite | None = None
         self._sum: Sum | None = None  # of a suspended update, at the core
         self._slots: Slots | None = None
         self._claims: Claims | None = None
@@ -134,7 +137,11 @@ class Trainer:
         remove_shared(self._run_dir.path, keep_attempt=self._attempt)
         checkpoint.clean(self._run_dir)
         commit = checkpoint.latest(self._run_dir)
-        self._model = CoreModel(commit.model(self._run_dir) if commit else self._directory, self._config, self._device)
+        weights = commit.model(self._run_dir) if commit else self._directory
+        if train.kind == "timed":
+            self._model = TimedCore(weights, self._config)
+        else:
+            self._model = CoreModel(weights, self._config, self._device)
         if commit:
             checkpoint.restore(self._run_dir, commit, self._model.restore, self._model.checksum)
         version = commit.version if commit else 0
@@ -150,9 +157,11 @@ class Trainer:
         return {"version": version, "snapshot": self._model.snapshot, "checksum": self._checksum}
 
     def _start_satellite(self) -> dict[str, Any]:
-        self._model = SatelliteModel(
-            self._directory, DTYPES[self._config.model.dtype], self._config.train, self._device
-        )
+        config = self._config
+        if config.train.kind == "timed":
+            self._model = TimedSatellite(self._directory, config)
+        else:
+            self._model = SatelliteModel(self._directory, DTYPES[config.model.dtype], config.train, self._device)
         self.park()  # torch keeps freed device memory for itself until it is told to give it back
         return {}
 
@@ -184,14 +193,14 @@ class Trainer:
     def wake(self) -> dict[str, Any]:
         """Take device memory back; a satellite takes it with the weights it pulls."""
         begun = time.monotonic()
-        if isinstance(self._model, CoreModel):
+        if self._core:
             self._model.wake()
         return {"seconds": time.monotonic() - begun}
 
     def park(self) -> dict[str, Any]:
         """Give device memory back."""
         begun = time.monotonic()
-        if isinstance(self._model, CoreModel):
+        if self._core:
             self._model.park(keep_sum=self._sum is not None)
         else:
             self._model.park()
@@ -243,7 +252,7 @@ class Trainer:
 
     def _train_satellite(self, update: int, position: int) -> dict[str, Any]:
         model = self._model
-        if not isinstance(model, SatelliteModel):
+        if self._core:
             raise InvariantBroken(5, f"the core cannot be member {position} of an update")
         part = SatellitePart(self._desk(), model, update, position, self._core_member())
         if not self._pull(update - 1, part):
@@ -258,7 +267,7 @@ class Trainer:
 
     def _train_core(self, update: int, generation: int, members: list[int]) -> dict[str, Any]:
         model = self._model
-        if not isinstance(model, CoreModel) or model.snapshot != update - 1:
+        if not self._core or model.snapshot != update - 1:
             raise StreamConflict(f"update {update} needs the weights of update {update - 1}, not {model.snapshot}")
         if self._sum is None or self._sum.update != update:
             self._sum = Sum(update)
@@ -313,7 +322,7 @@ class Trainer:
         """Make a policy version durable."""
         self.wake()
         begun, model = time.monotonic(), self._model
-        if not isinstance(model, CoreModel) or model.snapshot != update:
+        if not self._core or model.snapshot != update:
             raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {model.snapshot}")
         tag = f"v{version}-a{self._attempt}"
         record = checkpoint.Commit(version, update, self._attempt, tag, self._checksum)
