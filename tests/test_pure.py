@@ -23,6 +23,8 @@ MUST_BE_PURE = {
     "gyre.launch.plan",
     "gyre.launch.script",
     "gyre.proxy.routing",
+    "gyre.timeline",
+    "gyre.timeline_cells",
     "gyre.simulate.workload",
     "gyre.training.ledger",
     "gyre.training.packing",
