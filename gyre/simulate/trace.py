@@ -1,18 +1,19 @@
 """Traces in files: reading one, and making one of a run. `gyre.simulate.workload` says what is in them.
 
 What a run's trace says of an execution: `rollout_s` is slot time, from the grant of its last try to its close (scoring
-and the news of it included, since the slot is not free before), less the time in which a request of it was held
-because no engine was there to serve it. `train_s` is its share of the cell-seconds in which cells computed, reduced
-and stepped for its update: shares go by sampled tokens, among the executions that could be trained on. The cells'
-counters are a second or two old when they are read at the end of an update, so the border between two updates is off
-by about that. It is left out where the execution was in no update that was made.
+and the news of it included, since the slot is not free before), less the time in which a request of it was held because
+no engine was there to serve it. `train_s` is its share of the cell-seconds in which cells computed the micro-steps of
+its update, as the core's own micro-steps say what one takes: shares go by sampled tokens, among the executions that
+could be trained on. It is left out where the execution was in no update that was made. (The counters of `Usage` are of
+no use here: they are seconds old when an update ends.)
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gyre.config import load as load_config
@@ -65,22 +66,7 @@ def write(run: RunDir) -> Path | None:
 
 
 # -- what a run's events say -----------------------------------------------------------------------------------------
-@dataclass
-class _Training:
-    """Training work of one attempt's updates in cell-seconds, by differences of the cumulative `Usage`."""
-
-    counted: float = 0.0  # of `training_seconds`, what belongs to updates before
-    pending: int | None = None  # an update that is done, before the `Usage` that says what it cost
-    last: int | None = None  # the update before, as long as no other one is open
-    cost: dict[int, float] = field(default_factory=dict)  # by update
-
-    def usage(self, total: float) -> None:
-        """Take in the total so far; what is new belongs to the update that was the last one to be worked on."""
-        update = self.last if self.pending is None else self.pending
-        if update is None:
-            return
-        self.cost[update] = self.cost.get(update, 0.0) + max(0.0, total - self.counted)
-        self.counted, self.pending, self.last = max(total, self.counted), None, update
+_Update = tuple[int, int]  # attempt and number
 
 
 class _History:
@@ -92,13 +78,13 @@ class _History:
         self._failed: dict[tuple[int, int], float] = {}
         self._last_try: dict[int, int] = {}
         self._closed: dict[int, dict[str, Any]] = {}
-        self._taken: dict[int, tuple[int, int]] = {}  # by group: attempt and update that took it last
-        self._training: dict[int, _Training] = {}  # by attempt
+        self._taken: dict[int, _Update] = {}  # by group: the update that took it last
+        self._opened: Counter[_Update] = Counter()
+        self._done: dict[_Update, dict[str, Any]] = {}
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one line of the log."""
-        t, attempt = event.get("t", 0.0), event.get("attempt", 0)
-        training = self._training.setdefault(attempt, _Training())
+        t, attempt = event["t"], event["attempt"]
         match event["kind"]:
             case "execution_granted":
                 self._granted[event["n"], event["try_number"]] = t
@@ -111,11 +97,9 @@ class _History:
             case "group_taken":
                 self._taken[event["group"]] = (attempt, event["update"])
             case "update_opened":
-                training.last = None  # what is computed from here on is of the one that opens
+                self._opened[attempt, event["update"]] += 1
             case "update_done":
-                training.pending = event["update"]
-            case "usage":
-                training.usage(event["training_seconds"])
+                self._done[attempt, event["update"]] = event
 
     def known(self) -> list[int]:
         """Executions that may have an outcome."""
@@ -161,16 +145,30 @@ class _History:
 
     def _training_shares(self, news: dict[int, dict[str, Any]]) -> dict[int, float]:
         """Cell-seconds of training by execution, of those whose update was made."""
-        members: dict[tuple[int, int], list[int]] = {}
+        members: dict[_Update, list[int]] = {}
         for group, update in self._taken.items():
             members.setdefault(update, []).extend(n for n in self._members(group) if n in news)
         shares = {}
-        for (attempt, update), executions in members.items():
-            cost = self._training[attempt].cost.get(update)
-            if cost is None:
-                continue
-            weights = {n: news[n].get("tokens", 0) if news[n].get("usable") else 0 for n in executions}
+        costs = self._training_costs()
+        for update in members.keys() & costs.keys():
+            weights = {n: news[n].get("tokens", 0) if news[n].get("usable") else 0 for n in members[update]}
             total = sum(weights.values())
             for n, weight in weights.items():
-                shares[n] = cost * weight / total if total else cost / len(executions)
+                shares[n] = costs[update] * (weight / total if total else 1 / len(weights))
         return shares
+
+    def _training_costs(self) -> dict[_Update, float]:
+        """Cell-seconds in which micro-steps were computed, by update.
+
+        The core's seconds are those since its stream opened last, so an update that was suspended does not say what
+        one of its micro-steps takes; nor does one of which the core computed none. The mean of the others stands in.
+        """
+        rates = {}
+        for update, done in self._done.items():
+            own, seconds = done["micro_steps"].get("0", 0), done.get("metrics", {}).get("seconds_compute", 0.0)
+            if own and seconds and self._opened[update] <= 1:
+                rates[update] = seconds / own
+        if not rates:
+            return {}
+        mean = fmean(rates.values())
+        return {u: rates.get(u, mean) * sum(done["micro_steps"].values()) for u, done in self._done.items()}
