@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--detach", action="store_true", help="with Slurm: return once the job is submitted")
     add("sbatch", "print the batch script that run --cluster slurm would submit", _OVERRIDES, "CONFIG")
     add("watch", "show a run, wherever it was started from", None)
-    add("report", "print the summary of a run", None)
+    report = add("report", "print the summary of a run", None)
+    report.add_argument("--html", metavar="OUT", help="also write its timeline to OUT, as one HTML file")
     prepare = add("prepare", "inside an allocation: print what slurm/gyre.sbatch runs", _OVERRIDES, "CONFIG|RUN_DIR")
     prepare.add_argument("--resume", action="store_true", help="go on with the run in RUN_DIR")
     ended = add("ended", "inside an allocation: the exit code of a job whose step ended with CODE", None)
@@ -142,6 +143,10 @@ def _report(options: argparse.Namespace) -> int:
     from gyre.report import report
 
     run, _ = directory.open_run(options.target)
+    if options.html is not None:
+        from gyre.timeline_page import run_page, write
+
+        write(options.html, run_page(run))
     print(report(run.path, colour=sys.stdout.isatty()), end="")
     return EXIT_OK
 
