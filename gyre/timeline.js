@@ -151,7 +151,7 @@ function drawStack(g) {
       if (h > 0) g.fillRect(LEFT + c, level[c] -= h, 1, h + 0.3);
     }
   }
-  ticks(g, TOP, layout.gantt, run.n, "cells");
+  ticks(g, TOP, layout.gantt, run.n, "");
 }
 
 // -- curves ---------------------------------------------------------------------------------------------------------
@@ -249,11 +249,11 @@ function mark(g, t, label, colour, dash, state) {
   g.lineTo(x, layout.bottom);
   g.stroke();
   g.setLineDash([]);
-  const width = g.measureText(label).width;
-  if (x < state.free || x + width > LEFT + layout.w) return;
+  const width = g.measureText(label).width, from = Math.min(x, LEFT + layout.w - width);
+  if (from < state.free) return;
   g.textAlign = "left";
-  g.fillText(label, x, 8);
-  state.free = x + width + 6;
+  g.fillText(label, from, 8);
+  state.free = from + width + 6;
 }
 
 function drawMarks(g) {

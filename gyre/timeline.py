@@ -3,8 +3,8 @@
 It serves logs of real runs and of simulated ones alike; the only clock is the `t` that events carry.
 
 Conservation: w = d - f, where an execution counts once however often it is dispatched, tried or reported, in whatever
-attempt; a group is ready from its `GroupReady` until it is taken or dropped, or the attempt is over; and capacity is
-the slots of the cells in rollout (`gyre.timeline_cells`).
+attempt; a group is ready from its `GroupReady` until it is taken or dropped, or the next attempt begins; and capacity
+is the slots of the cells in rollout (`gyre.timeline_cells`).
 """
 
 from __future__ import annotations

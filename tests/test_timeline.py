@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from gyre import events as e
+from gyre.cli import main
 from gyre.scheduler.state import SchedulerState
-from gyre.timeline import Fold
-from gyre.timeline_cells import CellState
+from gyre.timeline import Fold, Steps, Timeline, fold
+from gyre.timeline_cells import CellState, Segment
+from gyre.timeline_page import MAX_POINTS, page, thinned
+from tests.fake_run import Script, make_config, write_run
 from tests.scheduler import test_worlds
 from tests.scheduler.world import World
 
@@ -114,3 +122,154 @@ def test_the_fold_agrees_over_attempts_that_are_killed(seed: int) -> None:
         for attempt, following in zip(line.attempts, line.attempts[1:], strict=False):
             between = (attempt.end + following.start) / 2
             assert next(s for s in row if s.start <= between < s.end).state is CellState.DOWN
+
+
+def test_words_that_are_late_repeated_or_of_the_dead_change_nothing() -> None:
+    script = Script()
+    script.start()
+    script.say(e.MoveStarted(1, 1, "restarting", "rollout", "started", []))
+    script.say(e.RoleReached(1, 1, 1, "ROLLOUT", version=0), 1)
+    for word in (
+        e.RoleReached(1, 1, 1, "SYNCING"),  # late
+        e.RoleReached(1, 0, 1, "FAILED"),  # of an incarnation before
+        e.RankReady(1, 1, "node"),  # repeated
+        e.RoleReached(3, 1, 1, "ROLLOUT"),  # of a harness host
+    ):
+        script.say(word, 1)
+    script.say(e.RankLost(1, 1, "silent"), 1)
+    script.say(e.RoleReached(1, 1, 1, "ROLLOUT", version=0), 1)  # of the dead
+    line = fold(script.events, 4)
+    states = [s.state for s in line.rows[1]]
+    assert states == [CellState.STARTING, CellState.TO_ROLLOUT, CellState.TO_ROLLOUT, CellState.ROLLOUT, CellState.DOWN]
+    assert line.rows[1][-1].reason == "lost: silent"
+    assert line.capacity.values == [0, 4, 0]
+
+
+def test_the_clock_may_go_back() -> None:
+    script = Script()
+    script.start()
+    script.quota(0, 3)
+    script.say(e.ExecutionGranted(0, 1, 3, 0), -100)
+    line = fold(script.events, 4)
+    assert line.running.times == sorted(line.running.times)
+    assert line.end >= line.start and line.running.values[-1] == 1
+
+
+def test_nothing_has_happened_yet() -> None:
+    line = fold([], 4)
+    assert (line.rows, line.attempts, line.start, line.end) == ([], [], 0.0, 0.0)
+    assert "Nothing has happened yet" in page("new", [("new", line, {})])
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+def data_of(text: str) -> dict[str, Any]:
+    """The numbers in a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def a_run() -> Script:
+    script = Script()
+    script.start()
+    script.batch(1)
+    script.batch(2, joined=(1, 2))
+    script.end()
+    return script
+
+
+def test_text_is_escaped() -> None:
+    evil = "</script><img onerror=alert(1)>&\u2028\"'"
+    line = fold(a_run().events, 4)
+    line.rows[0].append(Segment(line.end, line.end + 5, CellState.DOWN, evil))
+    for runs in ([(evil, line, {evil: evil})], [(evil, line, {evil: evil}), ("other", line, {})]):
+        text = page(evil, runs)
+        assert "<img" not in text and text.count("</script>") == 2
+        assert data_of(text)["runs"][0]["name"] == evil and evil in data_of(text)["runs"][0]["reasons"]
+
+
+def test_the_page_loads_nothing() -> None:
+    line = fold(a_run().events, 4)
+    text = page("a run", [("a", line, {"updates": "2"}), ("b", line, {})])
+    for word in ("http://", "https://", "src=", "href=", "@import", "url(", "fetch(", "import(", "innerHTML"):
+        assert word not in text, word
+    assert "default-src 'none'" in text
+
+
+def test_rows_and_curves_come_back_from_the_page() -> None:
+    line = fold(a_run().events, 4)
+    run = data_of(page("a", [("a", line, {})]))["runs"][0]
+    for row, packed in zip(line.rows, run["rows"], strict=True):
+        assert sum(packed[::2]) == run["length"] == round((line.end - line.start) * 10)
+        assert {CellState(word % 8) for word in packed[1::2]} == {s.state for s in row if s.end - s.start > 0.1}
+        assert {run["reasons"][word // 8] for word in packed[1::2]} == {s.reason for s in row if s.end - s.start > 0.1}
+    assert run["curves"]["waterlevel"][1::2] == line.waterlevel.values
+    assert [v for _, v in run["published"]] == [1, 2]
+
+
+def test_thinning_loses_no_extreme() -> None:
+    random = Random(1)
+    steps = Steps()
+    for i in range(100_000):
+        steps.add(i + random.random(), random.randrange(1000))
+    steps.add(100_001.0, -7)
+    steps.add(100_002.0, 5000)
+    steps.add(100_003.0, 3)
+    thin = thinned(steps, MAX_POINTS)
+    assert len(thin.times) <= MAX_POINTS and thin.times == sorted(thin.times)
+    assert {-7, 5000} <= set(thin.values)
+    assert (thin.times[0], thin.times[-1], thin.values[-1]) == (steps.times[0], steps.times[-1], 3)
+    assert thinned(thin, MAX_POINTS) is thin
+
+
+def big(cells: int, segments: int) -> Timeline:
+    """As large a run as anybody simulates, with reasons that all differ."""
+    random, line = Random(2), Timeline(16, cells=cells)
+    for rank in range(cells):
+        t, row = 0.0, []
+        for i in range(segments):
+            end = t + random.uniform(0.5, 900)
+            reason = (
+                f"{random.randrange(900)} groups are ready, and the {rank * i} slots left cover the waterlevel of {i}"
+            )
+            row.append(Segment(t, end, CellState(random.randrange(7)), reason))
+            t = end
+        line.rows.append(row)
+        line.end = max(line.end, t)
+    for curve in (line.capacity, line.waterlevel, line.running, line.ready):
+        for i in range(200_000):
+            curve.add(line.end * i / 200_000, random.randrange(16_000))
+    return line
+
+
+def test_a_page_of_a_thousand_cells_is_small() -> None:
+    text = page("big", [("big", big(1000, 100), {})])
+    assert len(text) < 2_000_000
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="there is no JavaScript interpreter here")
+def test_the_script_parses(tmp_path: Path) -> None:
+    script = re.search(r"<script>(.*?)</script>", page("a", [("a", fold([], 4), {})]), re.DOTALL)
+    assert script
+    path = tmp_path / "page.js"
+    path.write_text(script[1])
+    subprocess.run(["node", "--check", path], check=True)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+def test_report_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "my-run", make_config(), a_run().events, None)
+    out = tmp_path / "page.html"
+    assert main(["report", str(run.path), "--html", str(out)]) == 0
+    assert "my-run completed" in capsys.readouterr().out
+    data = data_of(out.read_text())
+    assert data["runs"][0]["name"] == "my-run" and len(data["runs"][0]["rows"]) == 3
+    assert "completed" in out.read_text()
+
+
+@pytest.mark.parametrize("out", ["", "missing/page.html", "my-run"])
+def test_report_refuses_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    run = write_run(tmp_path / "my-run", make_config(), a_run().events, None)
+    assert main(["report", str(run.path), "--html", str(tmp_path / out)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("gyre: cannot write ") and said.err.count("\n") == 1
