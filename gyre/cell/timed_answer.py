@@ -49,7 +49,7 @@ class Answer:
         self.stream = bool(body.get("stream"))
         self.choices = int(body.get("n") or 1)
         self.ids = bool(body.get("return_token_ids"))
-        self.logprobs = body.get("logprobs") not in (None, False)
+        self.logprobs = body.get("logprobs") is not None and (not chat or body["logprobs"])  # completions: 0 is yes
         self.prompt = self._prompt(body)
         asked = body.get("max_completion_tokens", body.get("max_tokens"))
         room = max_context - len(self.prompt)

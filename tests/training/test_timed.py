@@ -1,0 +1,77 @@
+"""Timed trainers in the real stream: the time they take, and sums that show whether each micro-step counted once."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from gyre import models
+from gyre.config import TimedTrainConfig, build, dump
+from gyre.training.packing import Row, lay_out
+from gyre.training.timed import seconds
+from tests.training.cells import Cells, make_config, make_sample
+
+SIZE = 1024  # weights of gyre:timed
+
+
+def timed_config(**timed):
+    data = make_config().model_dump()
+    data["model"]["path"] = "gyre:timed"
+    data["engine"]["kind"] = "timed"
+    data["train"] |= {"kind": "timed", "timed": timed, "micro_tokens": 32, "lr": 1e-2}
+    return build(data)
+
+
+def assert_every_micro_step_counted_once(answer):
+    """Gradients were reduced over the prefix group, losses travelled with the ledgers; both are sums of the ids."""
+    metrics = answer["metrics"]
+    count = sum(answer["micro_steps"].values())
+    assert metrics["loss"] == pytest.approx(count * (count + 1) / 2 / metrics["weight"])
+    assert metrics["grad_norm"] == pytest.approx(math.sqrt(SIZE) * metrics["loss"], rel=1e-5)
+
+
+async def updates(path):
+    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_row=0.1)) as cells:
+        started = await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1, 2)))
+        assert {one["parameters"] for one in started} == {SIZE}
+        await cells.build_groups([0, 1, 2])
+        for update, members in ((1, [0, 1, 2]), (2, [0, 1])):
+            await cells.feeder.call("begin", update=update, groups=5)
+            parts = [cells.train(update, rank, rank, members) for rank in members]
+            for rank in members[1:]:
+                await cells.seen(type="joined", update=update, position=rank)
+            await cells.feed(*range(10 * update, 10 * update + 5))
+            core, *satellites = await asyncio.gather(*parts)
+            assert [one["how"] for one in (core, *satellites)] == ["done"] * len(members)
+            assert core["members"] == len(members) and all(core["micro_steps"].values())
+            assert_every_micro_step_counted_once(core)
+            computed = core["metrics"]["seconds_compute"]
+            assert computed == pytest.approx(0.1 * core["micro_steps"]["0"], rel=0.5)
+        before, after = cells.weights_of(1), cells.weights_of(2)
+        assert not torch.equal(before["weights.weight"], after["weights.weight"])
+        committed = await cells.trainers[0].call("commit", version=2, update=2, cursor={"at": 2})
+        for rank in (0, 1):
+            await cells.trainers[rank].call("park")
+        held = [await cells.trainers[rank].call("memory") for rank in (0, 1)]
+        names = ("weights", "gradients", "accumulators", "optimizer")
+        assert [[one[name] for name in names] for one in held] == [[4 * SIZE, 0, 0, 8 * SIZE], [0, 0, 0, 0]]
+        await cells.trainers[0].stop()
+        again = await cells.spawn(0)
+        assert (again["version"], again["checksum"]) == (2, committed["checksum"])
+
+
+def test_updates_of_timed_cells(tmp_path):
+    asyncio.run(updates(tmp_path / "cells"))
+
+
+def test_what_a_micro_step_takes():
+    samples = [make_sample(n, 0) for n in (1, 2, 3)]
+    step = lay_out(1, [Row(sample, 1.0) for sample in samples])
+    width = max(map(len, samples))
+    each = TimedTrainConfig(seconds_per_micro_step=1.0, seconds_per_row=0.5, seconds_per_token=0.25)
+    assert seconds(step, each) == 1.0 + 3 * 0.5 + 3 * width * 0.25
+
+
+def test_the_kind_is_saved_with_the_run():
+    assert "kind: timed" in dump(timed_config())
