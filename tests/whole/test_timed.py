@@ -1,0 +1,59 @@
+"""A whole run with a timed engine and a timed trainer in three cells: real moves, real continuations, real reduces."""
+
+import json
+import math
+import random
+
+import pytest
+
+from tests.whole.support import Place, assert_whole, tiny
+
+pytestmark = pytest.mark.whole
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A place that needs no fork server; the test fails where something is left behind."""
+    here = Place(tmp_path / "p")
+    yield here
+    left = here.leftovers()
+    here.kill_everything()
+    assert not left
+
+
+def test_timed_cells_change_roles_for_a_trace(place, tmp_path):
+    config = tiny(
+        tmp_path,
+        model={"path": "gyre:timed", "max_context": 1024},
+        harness={
+            "command": ["python", "-S", "-E", "{root}/examples/timed/agent.py"],
+            "score": {"command": ["sh", "{root}/examples/timed/score.sh"]},
+            "keep_workspaces": "none",
+        },
+        cells={"count": 3, "slots": 3},
+        engine={"kind": "timed", "timed": {"tokens_per_second": 40, "sleep_seconds": 0.1, "wake_seconds": 0.05}},
+        scheduler={"batch_groups": 4, "group_size": 3, "lookahead": 0.5},
+        train={"kind": "timed", "timed": {"seconds_per_row": 0.2}, "updates": 3, "micro_tokens": 32},
+    )
+    draw = random.Random(1)
+    tasks = [{"id": f"t{i}", "tokens": [draw.choice((10, 20, 60)) for _ in range(3)], "requests": 2} for i in range(12)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    assert place.launch("run", config, "--name", "timed", timeout=120) == 0, place.output()
+    run = place.run("timed")
+    summary = run.summary
+    assert_whole(summary)
+    assert summary["updates"] == summary["policy_version"] == 3
+    groups = run.trained_groups()
+    assert len(groups) == len(set(groups)) == 12
+    assert sum(summary["joins"]) >= 1, "no satellite ever joined"
+    assert summary["requests"]["continued"] >= 1, "no request was moved while it was answered"
+    for update in run.events("update_done"):
+        # the gradient came over the prefix group and the loss with the ledgers: both are sums of the micro-steps' ids
+        count = sum(update["micro_steps"].values())
+        assert count == 12
+        loss = update["metrics"]["loss"]
+        assert loss == pytest.approx(count * (count + 1) / 2 / update["metrics"]["weight"])
+        assert update["metrics"]["grad_norm"] == pytest.approx(math.sqrt(1024) * loss, rel=1e-5)
+    wanted = {n: task["tokens"][m] for g, task in enumerate(tasks) for n, m in ((3 * g + m, m) for m in range(3))}
+    closed = {event["n"]: event["tokens"] for event in run.events("execution_closed")}
+    assert closed == wanted, "an execution did not get the tokens that it asked for"
