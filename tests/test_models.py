@@ -84,3 +84,17 @@ def test_command_line(tiny, tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, str(tiny))
     done = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_timed_is_a_byte_tokenizer_and_numbers(tiny, tmp_path, monkeypatch):
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    monkeypatch.setenv("GYRE_CACHE", str(tmp_path))
+    path = models.resolve("gyre:timed")
+    assert load_file(path / "model.safetensors")["weights.weight"].shape == (1024,)
+    own, other = (Tokenizer.from_file(str(place / "tokenizer.json")) for place in (path, tiny))
+    for text in ("hé\n\x00 ~", "".join(map(chr, range(300))), "<|im_start|>user\nx<|im_end|>"):
+        ids = own.encode(text).ids
+        assert ids == other.encode(text).ids
+        assert own.decode(ids, skip_special_tokens=False) == text
