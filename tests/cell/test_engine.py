@@ -474,13 +474,13 @@ def test_refused_settings_are_a_users_error(tiny, tmp_path, fork_server):
 
 
 def test_settings_that_a_fork_cannot_have_start_an_engine_of_its_own(tiny, tmp_path, fork_server, monkeypatch, caplog):
-    async def own(environment, sock, output):
-        raise OSError(f"started with {environment['OMP_NUM_THREADS']} threads")
+    async def own(environment, sock, output, program):
+        raise OSError(f"started {program} with {environment['OMP_NUM_THREADS']} threads")
 
     async def scenario():
         engine = await EngineProcess.start(settings(tiny, env={"OMP_NUM_THREADS": "2"}), tmp_path / "engine.log")
         try:
-            with pytest.raises(ChildFailed, match="started with 2 threads"):
+            with pytest.raises(ChildFailed, match="started gyre.cell.engine with 2 threads"):
                 await engine.ready(180)
             assert "the engine starts on its own" in caplog.text and not engine.alive
         finally:
