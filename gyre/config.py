@@ -143,10 +143,34 @@ class ServingConfig(_Section):
     request_timeout: float = Field(1800.0, gt=0, description="Seconds one model request may take, holds included.")
 
 
+class ElasticConfig(_Section):
+    """What the elastic policy does beyond thresholds; docs/scheduling.md has the gain of each."""
+
+    gain: bool = Field(
+        True,
+        description="A cell moves for the work it will do, as measured; false: for supply_fraction and hold.",
+    )
+    at_once: bool = Field(True, description="Several cells may be on their way into training; false: one at a time.")
+    stay: bool = Field(True, description="Cells stay in training for the next batch where they have work.")
+    give_back: bool = Field(True, description="Cells with nothing to train on go back to executions that wait.")
+    longest_first: bool = Field(
+        True, description="Grant the groups first whose task took longest before, as far as tasks come again."
+    )
+    adapt_lookahead: bool = Field(
+        False, description="Use less lookahead than configured as long as cells do not idle for want of executions."
+    )
+
+
 class SchedulerConfig(_Section):
     """When cells change role, and how much is dispatched."""
 
-    policy: Literal["elastic"] = Field("elastic", description="The scheduling policy.")
+    policy: Literal["elastic", "colocate", "async", "async-stream"] = Field(
+        "elastic",
+        description="elastic: cells move; colocate: all roll out, then all train; async: rollout_cells only roll out "
+        "and the others only train, a whole batch at a time; async-stream: the same, from its first ready group on.",
+    )
+    rollout_cells: int | None = Field(None, ge=0, description="Cells that only roll out, for the async policies.")
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     batch_groups: int = Field(ge=1, description="Groups in a training batch.")
     group_size: int = Field(ge=2, description="Executions of one task, scored against each other.")
     lookahead: float = Field(0.25, ge=0, le=16, description="Executions outstanding beyond the batch, in batches.")
@@ -274,6 +298,7 @@ class Config(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         scheduler, train = self.scheduler, self.train
+        self._check_split()
         if train.updates % train.updates_per_batch:
             raise ValueError(
                 f"train.updates ({train.updates}) must be a multiple of train.updates_per_batch "
@@ -308,6 +333,23 @@ class Config(_Section):
         if self.cells.gpus and any(timed.values()):
             kinds = " and ".join(name for name, is_timed in timed.items() if is_timed)
             raise ValueError(f"{kinds} timed uses no GPU; set cells.gpus=0")
+
+    def _check_split(self) -> None:
+        scheduler, cells = self.scheduler, self.cells
+        rollout = scheduler.rollout_cells
+        if scheduler.policy not in ("async", "async-stream"):
+            if rollout is not None:
+                raise ValueError(f"scheduler.rollout_cells has no effect under policy {scheduler.policy}; remove it")
+            return
+        if rollout is None:
+            raise ValueError(f"scheduler.rollout_cells is missing; policy {scheduler.policy} needs it")
+        if rollout >= cells.count:
+            raise ValueError(
+                f"scheduler.rollout_cells ({rollout}) must be less than cells.count ({cells.count}): "
+                "no cell is left to train"
+            )
+        if not rollout and not cells.standalone:
+            raise ValueError("scheduler.rollout_cells is 0 and cells.standalone too: nobody is left to roll out")
 
     @property
     def batches(self) -> int:

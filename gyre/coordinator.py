@@ -45,11 +45,12 @@ from gyre.plain import PlainReporter
 from gyre.report import report, write_summary
 from gyre.run_dir import EventLog, RunDir, read_events, read_json, write_atomic
 from gyre.scheduler.loop import SchedulerLoop
+from gyre.scheduler.policy import policy_of
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate import trace
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
-from gyre.tasks import load_tasks, task_file
+from gyre.tasks import Task, TaskOrder, load_tasks, task_file
 from gyre.training import snapshots
 from gyre.usage import UsageMeter
 
@@ -150,7 +151,7 @@ class Coordinator:
         tasks = load_tasks(task_file(self._config))
         await self._all_ready()
         loop = SchedulerLoop(
-            self._state(),
+            self._state(tasks),
             self._config,
             context.run_dir,
             context.attempt,
@@ -169,14 +170,16 @@ class Coordinator:
         await self._end(how, ended.detail, EXIT_OK if how == "completed" else EXIT_FAULT)
         await asyncio.sleep(3600)  # the word `stop` ends this rank too
 
-    def _state(self) -> SchedulerState:
+    def _state(self, tasks: list[Task]) -> SchedulerState:
         """A fresh state, or that of the last commit with everything that the run directory knows besides."""
         settings = Settings.of(self._config)
+        policy = policy_of(self._config)
+        order = TaskOrder(len(tasks), self._config.seed, self._config.tasks.shuffle)
         cursor = self._cursor()
         tries, outcomes = issued(self._context.run_dir)
         if cursor is None and not tries:
-            return SchedulerState(settings)
-        return SchedulerState.resume(settings, cursor, tries, outcomes)
+            return SchedulerState(settings, policy, order.task)
+        return SchedulerState.resume(settings, cursor, tries, outcomes, policy, order.task)
 
     def _cursor(self) -> dict[str, Any] | None:
         """What the last commit says of the scheduler, or None before the first."""

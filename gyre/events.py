@@ -182,6 +182,12 @@ class UpdateDone(Event):
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def cell_seconds(self) -> float:
+        """Computing of all members, taken from the core's share of the micro-steps; 0 where it has none."""
+        own = self.micro_steps.get("0", 0)
+        return self.metrics.get("seconds_compute", 0.0) / own * sum(self.micro_steps.values()) if own else 0.0
+
 
 @dataclass(frozen=True)
 class PolicyCommitted(Event):

@@ -46,6 +46,8 @@ class Update:
     closed: bool = False  # its joining window is known to be closed
     joined: list[int] = field(default_factory=list)  # members whose part has not ended, in prefix order
     joining: int | None = None  # the satellite that was ordered into it last and has not answered
+    given_back: bool = False  # it is suspended for others to have its cells, the core's included
+    dry_since: float | None = None  # open, not full, and nothing to claim since then, as far as is known
 
     @property
     def running(self) -> bool:

@@ -5,14 +5,14 @@ queue; running on one living host, where it holds room, with its requests on one
 held (all slots are taken); or being closed by the scheduler itself. So w is the number of open executions (invariants 1
 and 2), and what engines serve never exceeds their slots.
 
-Grants are in order of n; a retried execution keeps its n and so comes first. Executions that run but are held get slots
-before new grants.
+Grants are in the order of priority, then of n; quotas that were dispatched earlier come first, and a retried execution
+keeps its place. Executions that run but are held get slots before new grants.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gyre.errors import InvariantBroken
@@ -30,7 +30,9 @@ class Execution:
     n: int
     try_number: int = 0  # the latest that was granted, over all attempts of the run
     failures: int = 0  # tries of this attempt that the infrastructure failed
+    priority: tuple[int, int] = (0, 0)  # number of its quota, and place within that; lower comes first
     launched: bool = False  # granted in this attempt
+    granted_at: float = 0.0  # latest try
     host: int | None = None  # where it runs
     engine: int = -1  # that served it last
     closing: bool = False
@@ -48,7 +50,8 @@ class Executions:
         self.hosts = Slots(lambda rank: (0, rank))
         self.incarnations: dict[int, int] = {}  # of hosts, also of lost ones
         self.held: dict[int, None] = {}  # in the order in which they lost their engine
-        self._queue: list[int] = []
+        self._queue: list[tuple[tuple[int, int], int]] = []
+        self._quotas = 0
         self._queued: set[int] = set()
         self.closing = 0
 
@@ -61,12 +64,15 @@ class Executions:
         return sorted(self.engines, key=self._engine_preference)
 
     # -- coming and going --------------------------------------------------------------------------------------------
-    def dispatch(self, numbers: range) -> None:
-        """Further executions exist and wait in the queue."""
-        self.level.dispatch(len(numbers))
-        for n in numbers:
-            self.open[n] = Execution(n)
-            self._enqueue(n)
+    def dispatch(self, groups: Iterable[int]) -> None:
+        """The executions of further groups exist and wait in the queue, in the order of `groups`."""
+        self._quotas += 1
+        size = self._settings.group_size
+        for place, group in enumerate(groups):
+            self.level.dispatch(size)
+            for n in range(group * size, (group + 1) * size):
+                self.open[n] = Execution(n, priority=(self._quotas, place))
+                self._enqueue(n)
 
     def reopen(self, execution: Execution) -> None:
         """An execution of an earlier attempt is not closed; the caller sets the counters."""
@@ -75,13 +81,13 @@ class Executions:
 
     def _enqueue(self, n: int) -> None:
         self._queued.add(n)
-        heapq.heappush(self._queue, n)
+        heapq.heappush(self._queue, (self.open[n].priority, n))
 
-    def finished(self, n: int, try_number: int) -> bool:
-        """The outcome of execution n is in place; False if that is no news. Frees its room and raises f once."""
+    def finished(self, n: int, try_number: int) -> Execution | None:
+        """The outcome of execution n is in place; None if that is no news. Frees its room and raises f once."""
         execution = self.open.pop(n, None)
         if execution is None:
-            return False
+            return None
         self._queued.discard(n)
         self.held.pop(n, None)
         self.closing -= execution.closing
@@ -92,7 +98,7 @@ class Executions:
         if not execution.launched:  # closed while it was queued; p counts it all the same, since f <= p
             self.level.launch()
         self._emit(Finished(n, self.level.p, self.level.finish(), execution.engine))
-        return True
+        return execution
 
     def _cancel(self, execution: Execution) -> None:
         self._emit(CancelExecution(execution.n, execution.host, self.incarnations[execution.host]))
@@ -172,13 +178,14 @@ class Executions:
             moves.append(Move(n, execution.host, execution.engine))
         return tuple(moves)
 
-    def grant(self) -> None:
+    def grant(self, now: float) -> None:
         """Grant queued executions, in order, while slots and places are free."""
         while self.engines.free and self.hosts.free and (execution := self._next()):
             n = execution.n
             execution.host = self.hosts.take(n)
             execution.engine = self.engines.take(n)
             execution.try_number += 1
+            execution.granted_at = now
             p = None
             if not execution.launched:
                 execution.launched, p = True, self.level.launch()
@@ -188,7 +195,7 @@ class Executions:
 
     def _next(self) -> Execution | None:
         while self._queue:
-            n = heapq.heappop(self._queue)
+            _, n = heapq.heappop(self._queue)
             if n in self._queued:
                 self._queued.discard(n)
                 return self.open[n]

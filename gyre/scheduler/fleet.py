@@ -27,6 +27,7 @@ from gyre.scheduler.commands import (
     Supersede,
 )
 from gyre.scheduler.executions import Executions
+from gyre.scheduler.measures import Measures
 from gyre.scheduler.settings import Settings
 
 ROLLOUT, TRAINING = "rollout", "training"
@@ -55,6 +56,8 @@ class Cell:
     version: int = -1  # that its engine holds
     routed: bool = False
     syncing: bool = False
+    ordered_at: float = 0.0  # when it was ordered to its role
+    returning: bool = False  # from training
     job: int | None = None  # update it was ordered into and has not ended
 
     @property
@@ -63,11 +66,22 @@ class Cell:
         return Member(self.rank, self.incarnation, self.epoch)
 
 
+def _remove(ranks: list[int], rank: int) -> None:
+    """Take a rank out if it is in; cells leave from the end, so that is where it is looked for first."""
+    if ranks and ranks[-1] == rank:
+        ranks.pop()
+    elif rank in ranks:
+        ranks.remove(rank)
+
+
 class Fleet:
     """All engines, and the orders to them."""
 
-    def __init__(self, settings: Settings, executions: Executions, emit: Callable[[Command], None]) -> None:
+    def __init__(
+        self, settings: Settings, executions: Executions, measures: Measures, emit: Callable[[Command], None]
+    ) -> None:
         self._settings = settings
+        self._measures = measures
         self._executions = executions
         self._emit = emit
         self.cells = {rank: Cell(rank) for rank in range(settings.engines)}
@@ -75,7 +89,7 @@ class Fleet:
         self.training: list[int] = []  # cells ordered to training, in the order of their moves
         self.bound: set[int] = set()  # living engines in rollout or on their way there
         self.lives: dict[int, int] = {}  # of the living cells that can train
-        self.moving: int | None = None  # the one cell on its way into training, until it has joined
+        self.moving: list[int] = []  # cells on their way into training, until they have joined, in order
         self.unready: set[int] = set()  # engines that hold another version than they should, unrouted
         self._rolling: int | None = None
         self._to_sync: deque[int] = deque()
@@ -98,10 +112,20 @@ class Fleet:
         return not self._unheard
 
     @property
-    def others(self) -> int:
-        """Slots of all living engines but the core's, in rollout or not."""
-        trainers = sum(1 for rank in self.training if rank != 0)
-        return (len(self.bound - {0}) + trainers) * self._settings.slots
+    def slots(self) -> int:
+        """Slots of all living engines that ever serve, in rollout or not."""
+        trainers = sum(1 for rank in self.training if not self.dedicated(rank))
+        return (len(self.bound) + trainers) * self._settings.slots
+
+    def dedicated(self, rank: int) -> bool:
+        """Whether a cell only ever trains: its engine is never routed, and its slots never count."""
+        return rank < self._settings.trainers
+
+    def available(self, cell: Cell) -> bool:
+        """Whether a cell stands in rollout, from where it could be ordered to training."""
+        if self.dedicated(cell.rank):
+            return cell.up and cell.goal == ROLLOUT and cell.state is State.ROLLOUT
+        return cell.routed and not cell.syncing
 
     # -- life --------------------------------------------------------------------------------------------------------
     def ready(self, event: RankReady) -> bool:
@@ -143,10 +167,12 @@ class Fleet:
         self._emit(Supersede(rank, incarnation))
 
     def _left_training(self, cell: Cell) -> None:
-        if cell.rank in self.training:
-            self.training.remove(cell.rank)
-        if self.moving == cell.rank:
-            self.moving = None
+        _remove(self.training, cell.rank)
+        self.arrived(cell.rank)
+
+    def arrived(self, rank: int) -> None:
+        """A cell is not on its way into training any more."""
+        _remove(self.moving, rank)
 
     # -- routes ------------------------------------------------------------------------------------------------------
     def route(
@@ -193,16 +219,17 @@ class Fleet:
             InvariantBroken: the capacity left does not cover the waterlevel (4).
         """
         left, w = self.capacity - self._settings.slots, self._executions.level.w
-        if not cell.routed or cell.syncing or left < w:
+        if not self.available(cell) or (cell.routed and left < w):
             raise InvariantBroken(4, f"cell {cell.rank} must not leave: {left} slots left for a waterlevel of {w}")
         moves = self._withdraw(cell)
         cell.epoch += 1
         cell.goal = TRAINING
         self.bound.discard(cell.rank)
         self.training.append(cell.rank)
-        self.moving = cell.rank
-        self.route({cell.rank: None}, moves)
-        self._order(cell, ROLLOUT, reason, [move.n for move in moves])
+        self.moving.append(cell.rank)
+        if moves is not None:
+            self.route({cell.rank: None}, moves)
+        self._order(cell, ROLLOUT, reason, [move.n for move in moves or ()])
 
     def order_rollout(self, cell: Cell, reason: str) -> None:
         """Order a cell to the current policy and to rollout, from whatever it does.
@@ -213,12 +240,15 @@ class Fleet:
         if cell.state is State.ROLLOUT:
             cell.state = State.DRAINING  # ordered away, which it has not answered yet; its next ROLLOUT is news
         cell.epoch += 1
+        cell.returning = cell.state is State.TRAINING
         cell.goal, cell.job = ROLLOUT, None
-        self.bound.add(cell.rank)
+        if not self.dedicated(cell.rank):
+            self.bound.add(cell.rank)
         self._left_training(cell)
         self._order(cell, source, reason, [])
 
     def _order(self, cell: Cell, source: str, reason: str, rerouted: list[int]) -> None:
+        cell.ordered_at = self._measures.now
         snapshot = self.published * self._settings.updates_per_batch
         self._emit(Log(MoveStarted(cell.rank, cell.epoch, source, cell.goal, reason, rerouted)))
         self._emit(OrderRole(cell.rank, cell.incarnation, cell.epoch, cell.goal, self.published, snapshot))
@@ -232,6 +262,8 @@ class Fleet:
         if progress.get(state, -1) <= progress.get(cell.state, -1) and not self._synced(cell, state, event.version):
             return False
         cell.state = state
+        if state is State.TRAINING:
+            self._measures.moved(TRAINING, cell.ordered_at)
         if state is State.ROLLOUT and cell.goal == ROLLOUT:
             self._serve(cell, event.version)
         return True
@@ -242,8 +274,13 @@ class Fleet:
 
     def _serve(self, cell: Cell, version: int) -> None:
         cell.version, cell.syncing = version, False
+        if cell.returning:
+            cell.returning = False
+            self._measures.moved(ROLLOUT, cell.ordered_at)
         if self._rolling == cell.rank:
             self._rolling = None
+        if self.dedicated(cell.rank):
+            return
         if version >= self.published or (cell.routed and version >= self.published - self._settings.max_lag):
             self._admit(cell)
         else:
@@ -286,7 +323,7 @@ class Fleet:
                 raise InvariantBroken(6, f"cell {cell.rank} is routed: {cell}")
             if cell.routed != (cell.rank in self._executions.engines):
                 raise InvariantBroken(6, f"cell {cell.rank} is routed or has slots, but not both: {cell}")
-            if (cell.rank in self.bound) != (cell.up and cell.goal == ROLLOUT):
+            if (cell.rank in self.bound) != (cell.up and cell.goal == ROLLOUT and not self.dedicated(cell.rank)):
                 raise InvariantBroken(5, f"cell {cell.rank} is not where it is bound: {cell}")
             if (cell.rank in self.training) != (cell.goal == TRAINING):
                 raise InvariantBroken(5, f"cell {cell.rank} is not in the training set, or should not be: {cell}")

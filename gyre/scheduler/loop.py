@@ -98,7 +98,7 @@ class SchedulerLoop:
         self._hosts = set(range(config.cells.count + config.cells.standalone, self._ranks(config)))
         self._waiting: deque[Event] = deque()
         self._counters = dict.fromkeys("dpf", 0)
-        self._hosted = time.time()  # when a host was there last
+        self._there = dict.fromkeys(("harness host", "engine"), time.time())  # when one was there last
         self._feeding: set[asyncio.Task[dict[str, Any]]] = set()
 
     @staticmethod
@@ -121,7 +121,7 @@ class SchedulerLoop:
             if now - watched >= WATCH_SECONDS:
                 watched = now
                 self._waiting.extend(self._watch.lost(now))
-                self._demand_hosts(now)
+                self._demand_ranks(now)
             self._waiting.extend(decode(message) for message in self._inbox.read())
             while self._waiting and self.ended is None:
                 await self._handle(self._waiting.popleft())
@@ -134,12 +134,14 @@ class SchedulerLoop:
             await asyncio.sleep(POLL_SECONDS)
         return self.ended
 
-    def _demand_hosts(self, now: float) -> None:
-        """End the attempt when no harness host has been there for a time in which one could have come back."""
-        if self.state.executions.hosts or not self.state.level.w:
-            self._hosted = now
-        elif now - self._hosted > (patience := self._config.network.start_timeout):
-            self.ended = c.EndRun("failed", f"no harness host has been there for {patience:g} s")
+    def _demand_ranks(self, now: float) -> None:
+        """End the attempt when nobody could run an execution, or serve one, for as long as a rank may take."""
+        state, patience = self.state, self._config.network.start_timeout
+        for what, there in (("harness host", bool(state.executions.hosts)), ("engine", bool(state.fleet.bound))):
+            if there or not state.level.w:
+                self._there[what] = now
+            elif now - self._there[what] > patience:
+                self.ended = c.EndRun("failed", f"no {what} has been there for {patience:g} s")
 
     async def _handle(self, event: Event) -> None:
         if isinstance(event, RankReady):

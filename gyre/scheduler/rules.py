@@ -48,14 +48,15 @@ from gyre.scheduler.policy import Decision, View
 if TYPE_CHECKING:
     from gyre.scheduler.state import SchedulerState
 
-#: Rounds of rules after one event; each rule acts a bounded number of times, so more mean a fault in the rules.
+#: Rounds of rules after one event, beside a few per cell; each rule acts a bounded number of times on each cell, so
+#: more mean a fault in the rules.
 MAX_ROUNDS = 100
 
 
 def settle(state: SchedulerState, now: float) -> None:
     """Apply the rules until none acts."""
-    for _ in range(MAX_ROUNDS):
-        state.supply.observe(len(state.groups.ready), state.batch.remaining, now)
+    for _ in range(MAX_ROUNDS + 4 * state.settings.engines):
+        observe(state, now)
         if state.ended or not any(rule(state, now) for rule in RULES):
             break
     else:
@@ -63,23 +64,64 @@ def settle(state: SchedulerState, now: float) -> None:
     if not state.ended:
         state.fleet.sync()
         state.fleet.resettle()
-        state.executions.grant()
+        state.executions.grant(now)
+
+
+def observe(state: SchedulerState, now: float) -> None:
+    """Take note of the supply, and of an update that has run out of it."""
+    ready, remaining, update = len(state.groups.ready), state.batch.remaining, state.update
+    threshold = state.policy.threshold(state.settings.batch_groups, remaining, state.settings.supply_fraction)
+    state.supply.observe(ready, remaining, threshold, now)
+    if update.phase is not Phase.OPEN or update.full or ready:
+        update.dry_since = None
+    elif update.dry_since is None:
+        # The group that was taken last is still being trained on.
+        rest = (state.measures.group_work or 0.0) / len(update.joined) if update.taken and update.joined else 0.0
+        update.dry_since = now + rest
+    state.lookahead.observe(now, _idle(state, now), len(state.fleet.lives))
+
+
+def _idle(state: SchedulerState, now: float) -> float:
+    """Cells' worth of slots and trainers that idle because nothing is queued and nothing is ready."""
+    if state.executions.queued or state.groups.ready or not state.batch.remaining:
+        return 0.0
+    dry = state.update.dry_since
+    trainers = len(state.update.joined) if dry is not None and dry <= now else 0
+    return trainers + state.executions.engines.free / state.settings.slots
 
 
 # -- dispatching -----------------------------------------------------------------------------------------------------
-def dispatch(state: SchedulerState, count: int, reason: str, missing: tuple[int, ...] = ()) -> None:
-    """Publish a quota of `count` groups; `missing` are executions of earlier quotas that have no spec on disk."""
+def dispatch(state: SchedulerState, count: int, reason: str, missing: tuple[int, ...] = (), staying: int = 0) -> None:
+    """Publish a quota of `count` groups, of which `staying` cells are to be fed meanwhile.
+
+    `missing` are executions of earlier quotas that have no spec on disk.
+    """
     if state.update.phase not in (Phase.WAITING, Phase.SUSPENDED):
         raise InvariantBroken(3, f"a quota while update {state.update.number} is {state.update.phase}")
     size = state.settings.group_size
     groups = state.groups.dispatch(count)
     numbers = range(groups.start * size, groups.stop * size)
-    state.executions.dispatch(numbers)
+    state.executions.dispatch(in_order(state, groups, staying))
     planned = tuple(Planned(n, n // size, n % size, n // size) for n in (*missing, *numbers))
     if planned or state.level.d:
         state.emit(Dispatch(planned, state.level.d))
     if planned:
         state.emit(Log(QuotaPublished(state.batch.number, planned[0].n, planned[-1].n, reason)))
+
+
+def in_order(state: SchedulerState, groups: range, staying: int) -> list[int] | range:
+    """The groups of a quota in the order in which they are granted: those that are expected to take longest first.
+
+    A long execution that is started late is what a batch waits for at its end; and the shorter those are that are
+    granted last, the sooner a cell's worth of slots becomes free after them. Cells that stay in training are fed in the
+    meantime: a few of the shortest groups come before all others.
+    """
+    expected = state.measures.expected
+    if not state.settings.longest_first or state.measures.slot_s is None:
+        return groups
+    ordered = sorted(groups, key=lambda group: -(expected(group) or 0.0))
+    rest = len(ordered) - min(len(ordered) // 2, state.policy.first(view(state, state.now), staying))
+    return ordered[rest:] + ordered[:rest]
 
 
 def begin_batch(state: SchedulerState) -> None:
@@ -91,13 +133,23 @@ def begin_batch(state: SchedulerState) -> None:
 
 
 # -- rules: each returns whether it acted ----------------------------------------------------------------------------
-def abandon_move(state: SchedulerState, now: float) -> bool:
-    """A destination died while a cell was leaving, and capacity no longer covers w: the cell comes back."""
+def headless(state: SchedulerState, now: float) -> bool:
+    """The core was lost on its way into training: those that followed it come back."""
     fleet = state.fleet
-    if fleet.moving is None or fleet.capacity >= state.level.w:
+    if not fleet.training or fleet.training[0] == 0:
         return False
-    cell = fleet.cells[fleet.moving]
-    if cell.state is State.TRAINING:
+    for rank in reversed(fleet.training):
+        order_back(state, fleet.cells[rank], "the core is not in training")
+    return True
+
+
+def abandon_move(state: SchedulerState, now: float) -> bool:
+    """A destination died while cells were leaving, and capacity no longer covers w: the last of them comes back."""
+    fleet = state.fleet
+    if not fleet.moving or fleet.capacity >= state.level.w:
+        return False
+    cell = fleet.cells[fleet.moving[-1]]
+    if fleet.dedicated(cell.rank) or cell.state is State.TRAINING:
         return False
     order_back(state, cell, "an engine was lost, and capacity no longer covers the waterlevel")
     return True
@@ -138,19 +190,17 @@ def publish(state: SchedulerState, now: float) -> bool:
 
 
 def begin_burst(state: SchedulerState, now: float) -> None:
-    """The start of a burst: decide whether the core stays, dispatch the quota, send the other cells back."""
+    """The start of a burst: dispatch the quota, and decide which cells stay in training; the others go back."""
     fleet, groups = state.fleet, state.groups
-    state.supply.observe(len(groups.ready), state.batch.remaining, now)
-    quota = state.settings.quota(fleet.published, groups.outstanding)
+    observe(state, now)
+    quota = state.settings.quota(fleet.published, groups.outstanding, state.lookahead.burst())
+    seen = view(state, now)
     next_quota = quota * state.settings.group_size
-    stay = state.policy.keep_core(replace(view(state, now), next_quota=next_quota, others=fleet.others))
-    say(state, 0, Decision(not stay.yes, f"burst: {stay.code}", stay.reason), ("stays in training", "goes back"))
-    dispatch(state, quota, "burst")
-    for rank in reversed(fleet.training):
-        if rank != 0:
-            order_back(state, fleet.cells[rank], f"the burst of batch {state.batch.number - 1} is over")
-    if not stay.yes:
-        order_back(state, fleet.core, stay.reason)
+    count, reason = state.policy.keep(replace(seen, w=seen.w + next_quota, queued=seen.queued + next_quota))
+    say(state, 0, Decision(not count, f"burst: {reason.code}", reason.reason), ("stays in training", "goes back"))
+    dispatch(state, quota, "burst", staying=count)
+    for rank in reversed(fleet.training[count:]):
+        order_back(state, fleet.cells[rank], reason.reason)
 
 
 def drop_stale(state: SchedulerState) -> None:
@@ -178,23 +228,41 @@ def end(state: SchedulerState, how: str, detail: str) -> None:
 def suspend(state: SchedulerState, now: float) -> bool:
     """The open stream is dry, groups are missing, and none can come while all cells train: suspend the update.
 
-    None can come when w is 0, or when no living engine is left to serve what is open. Past the top-up budget the batch
-    closes short instead.
+    None can come when w is 0, or when no living engine is left to serve what is open and a cell could. Past the top-up
+    budget the batch closes short instead.
     """
     update, fleet = state.update, state.fleet
     if update.phase is not Phase.OPEN or update.full or update.stepped or state.groups.ready:
         return False
-    if (state.level.w and fleet.bound) or update.joining is not None:
+    if (state.level.w and (fleet.bound or fleet.dedicated(0))) or update.joining is not None:
         return False
     if not state.level.w and not state.batch.top_ups:
         return close_short(state)
-    if fleet.moving is not None:
-        order_back(state, fleet.cells[fleet.moving], "the update is starved")
-        if state.level.w:
-            return True
+    suspend_update(state, "the update is starved")
+    return True
+
+
+def suspend_update(state: SchedulerState, reason: str) -> None:
+    """Have the members bring their partial sums to the core; who is still on the way turns back."""
+    fleet, update = state.fleet, state.update
+    for rank in reversed(list(fleet.moving)):
+        order_back(state, fleet.cells[rank], reason)
     update.phase = Phase.SUSPENDING
     state.emit(SuspendUpdate(update.number))
     state.emit(Log(UpdateSuspendedFor(update.number, state.batch.remaining)))
+
+
+def give_back(state: SchedulerState, now: float) -> bool:
+    """The stream has run dry while executions wait for slots: suspend the update, and let them have the cells."""
+    update = state.update
+    if update.dry_since is None or update.stepped or update.joining is not None:
+        return False
+    decision = state.policy.give_back(view(state, now))
+    if not decision.yes:
+        return False
+    say(state, 0, decision, ("stays", "goes back"))
+    update.given_back = True
+    suspend_update(state, decision.reason)
     return True
 
 
@@ -205,15 +273,18 @@ def suspended(state: SchedulerState, now: float) -> bool:
         return False
     update.phase, update.closed = Phase.SUSPENDED, False
     for rank in reversed(fleet.training):
-        if rank != 0:
+        if rank != 0 and not fleet.dedicated(rank):
             order_back(state, fleet.cells[rank], f"update {update.number} is suspended")
+    if update.given_back:
+        update.given_back = False
+        order_back(state, fleet.core, f"update {update.number} is suspended")
     return True
 
 
 def leave_if_only_capacity(state: SchedulerState, now: float) -> bool:
     """A suspended update's core goes to rollout where nobody else could serve what is open."""
     core = state.fleet.core
-    if state.update.phase is not Phase.SUSPENDED or not state.level.w or state.fleet.bound:
+    if state.update.phase is not Phase.SUSPENDED or not state.level.w or state.fleet.bound or state.fleet.dedicated(0):
         return False
     if state.fleet.training != [0] or core.state is not State.TRAINING or core.job is not None:
         return False
@@ -226,7 +297,10 @@ def top_up(state: SchedulerState, now: float) -> bool:
     update = state.update
     if state.finishing or state.level.w or state.batch.remaining == 0 or state.supply.suffices:
         return False
-    idle = update.phase is Phase.SUSPENDED or (update.phase is Phase.WAITING and state.fleet.core.goal == ROLLOUT)
+    if update.phase is Phase.WAITING and state.fleet.core.goal == TRAINING:
+        idle = not state.policy.open(view(state, now)).yes
+    else:
+        idle = update.phase in (Phase.WAITING, Phase.SUSPENDED)
     if not idle:
         return False
     if not state.batch.top_ups:
@@ -273,10 +347,13 @@ def open_update(state: SchedulerState, now: float) -> bool:
         return False
     if update.phase not in (Phase.WAITING, Phase.SUSPENDED) or not state.generation.usable or state.finishing:
         return False
+    if update.phase is Phase.WAITING and not (decision := state.policy.open(view(state, now))).yes:
+        say(state, 0, decision)
+        return False
     if update.phase is Phase.SUSPENDED:
         # A core that stayed waits for supply; one that was moved has been through that gate.
         decision = state.policy.resume(view(state, now))
-        if state.fleet.moving != 0 and not decision.yes:
+        if 0 not in state.fleet.moving and not decision.yes:
             say(state, 0, decision)
             return False
         state.emit(ResumeUpdate(update.number))
@@ -317,7 +394,7 @@ def move_next(state: SchedulerState, now: float) -> bool:
         if hindrance is not None:
             say(state, None, hindrance)
         return False
-    decision = hindrance or state.policy.move(view(state, now, cell))
+    decision = hindrance or state.policy.move(view(state, now))
     say(state, cell.rank, decision)
     if decision.yes:
         state.fleet.order_training(cell, decision.reason)
@@ -329,13 +406,13 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
     fleet, update, generation = state.fleet, state.update, state.generation
     if state.finishing:
         return None, _no("finished", "all batches are trained")
-    if fleet.moving is not None:
-        return None, _no(f"moving {fleet.moving}", f"cell {fleet.moving} is on its way into training")
+    if len(fleet.moving) >= state.policy.moves_at_once:
+        return None, _no(f"moving {fleet.moving[-1]}", f"cell {fleet.moving[-1]} is on its way into training")
     if fleet.core.goal == ROLLOUT:
         cell = fleet.core
         if update.phase not in (Phase.WAITING, Phase.SUSPENDED):
             return None, _no(update.phase, f"update {update.number} is {update.phase}")
-    elif update.phase is Phase.SUSPENDED:
+    elif update.phase is Phase.SUSPENDED and 0 not in fleet.moving:
         return None, None
     elif update.phase in (Phase.SUSPENDING, Phase.COMMITTING):
         return None, _no(update.phase, f"update {update.number} is {update.phase}")
@@ -346,11 +423,13 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
         if following >= generation.intact:
             return None, _no("broken", "a cell was lost; prefix groups are built again when no update runs")
         cell = fleet.cells[generation.ranks[following]]
+        if state.settings.trainers and not fleet.dedicated(cell.rank):
+            return None, _no("split", f"all {following} cells that train are in training")
     return cell, _hindrance(state, cell)
 
 
 def _hindrance(state: SchedulerState, cell: Cell) -> Decision | None:
-    if not cell.routed:
+    if not state.fleet.available(cell) and not cell.syncing:
         return _no("unrouted", f"cell {cell.rank} is not back in rollout yet")
     if cell.syncing:
         return _no("syncing", f"cell {cell.rank} is loading policy {state.fleet.published}")
@@ -364,11 +443,13 @@ def _no(code: str, reason: str) -> Decision:
 
 
 RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
+    headless,
     abandon_move,
     finish_update,
     publish,
     end_run,
     suspend,
+    give_back,
     suspended,
     leave_if_only_capacity,
     top_up,
@@ -380,21 +461,31 @@ RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
 
 
 # -- what rules share ------------------------------------------------------------------------------------------------
-def view(state: SchedulerState, now: float, cell: Cell | None = None) -> View:
+def view(state: SchedulerState, now: float) -> View:
     """The numbers that a policy decides by."""
-    fleet, supply, update = state.fleet, state.supply, state.update
+    fleet, supply, update, settings, measures = state.fleet, state.supply, state.update, state.settings, state.measures
     return View(
         now=now,
         w=state.level.w,
+        queued=state.executions.queued,
         capacity=fleet.capacity,
-        slots=state.settings.slots if cell is not None else 0,
+        slots=settings.slots,
+        all_slots=fleet.slots,
+        cells=len(fleet.lives),
         training=len(fleet.training),
+        batch_groups=settings.batch_groups,
+        group_size=settings.group_size,
         supply=supply.amount,
         threshold=supply.threshold,
         supply_since=supply.since,
-        supply_hold=state.settings.supply_hold,
+        supply_hold=settings.supply_hold,
         remaining=state.batch.remaining,
+        dry_since=update.dry_since,
         closing=update.begun and update.full and update.phase is Phase.SUSPENDED,
+        group_work=measures.group_work,
+        execution_s=measures.slot_s,
+        to_training_s=measures.to_training_s,
+        to_rollout_s=measures.to_rollout_s,
     )
 
 

@@ -27,10 +27,14 @@ class Settings:
     updates_per_batch: int = 1
     max_staleness: int = 2
     max_lag: int = 2
+    trainers: int = 0  # cells that only train (a fixed split)
+    longest_first: bool = False
+    adapt_lookahead: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Settings:
         """The settings of a configured run."""
+        rollout, elastic = config.scheduler.rollout_cells, config.scheduler.policy == "elastic"
         return cls(
             cells=config.cells.count,
             slots=config.cells.slots,
@@ -48,6 +52,9 @@ class Settings:
             updates_per_batch=config.train.updates_per_batch,
             max_staleness=config.train.max_staleness,
             max_lag=config.serving.max_lag,
+            trainers=0 if rollout is None else config.cells.count - rollout,
+            longest_first=elastic and config.scheduler.elastic.longest_first,
+            adapt_lookahead=elastic and config.scheduler.elastic.adapt_lookahead,
         )
 
     @property
@@ -60,17 +67,16 @@ class Settings:
         """Batches of the whole run."""
         return self.updates // self.updates_per_batch
 
-    @property
-    def outstanding_groups(self) -> int:
+    def outstanding_groups(self, lookahead: float) -> int:
         """Groups wanted outstanding at the start of a burst: (1 + lookahead) batches."""
         # The small term undoes the rounding of, for example, 1.15 * 20 = 22.999999999999996.
-        return int((1 + self.lookahead) * self.batch_groups + 1e-9)
+        return int((1 + lookahead) * self.batch_groups + 1e-9)
 
-    def quota(self, version: int, outstanding: int) -> int:
+    def quota(self, version: int, outstanding: int, lookahead: float) -> int:
         """Groups to dispatch at the start of the burst after policy `version`, with `outstanding` groups untrained.
 
         The first quota is (1 + lookahead) batches; a later one is a batch, and makes up for groups that were dropped;
         none exceeds what the batches that are left need.
         """
         needed = (self.batches - version) * self.batch_groups
-        return max(0, min(self.outstanding_groups, needed) - outstanding)
+        return max(0, min(self.outstanding_groups(lookahead), needed) - outstanding)

@@ -11,7 +11,7 @@ nothing, so that events may come in any order that their senders can produce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from gyre.cell.machine import State
@@ -42,6 +42,7 @@ from gyre.scheduler.executions import Executions
 from gyre.scheduler.fleet import TRAINING, Cell, Fleet
 from gyre.scheduler.generations import Generation
 from gyre.scheduler.groups import Group, Groups
+from gyre.scheduler.measures import Lookahead, Measures
 from gyre.scheduler.policy import Decision, Elastic, Policy
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.waterlevel import Supply, Waterlevel
@@ -50,14 +51,22 @@ from gyre.scheduler.waterlevel import Supply, Waterlevel
 class SchedulerState:
     """Everything the scheduler knows of one attempt of a run."""
 
-    def __init__(self, settings: Settings, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy | None = None,
+        task_of: Callable[[int], Hashable] | None = None,
+    ) -> None:
+        """`task_of` names the task of a group number, if groups of one task are to be expected to take alike."""
         self.settings = settings
         self.policy: Policy = policy or Elastic()
+        self.measures = Measures(task_of)
         self.executions = Executions(settings, self.emit)
         self.groups = Groups(settings.group_size)
-        self.fleet = Fleet(settings, self.executions, self.emit)
+        self.fleet = Fleet(settings, self.executions, self.measures, self.emit)
         self.generation = Generation()
-        self.supply = Supply(settings.supply_fraction, settings.batch_groups)
+        self.supply = Supply()
+        self.lookahead = Lookahead(settings.lookahead, settings.adapt_lookahead)
         self.batch: Batch
         self.update: Update
         self.committed = 0  # policy version
@@ -81,6 +90,7 @@ class SchedulerState:
         issued: Mapping[int, int],
         closed: Iterable[ExecutionClosed],
         policy: Policy | None = None,
+        task_of: Callable[[int], Hashable] | None = None,
     ) -> SchedulerState:
         """The state of an attempt that goes on from a commit, or from the start where `cursor` is None.
 
@@ -93,7 +103,7 @@ class SchedulerState:
         Raises:
             UserError: the configuration no longer fits what was dispatched.
         """
-        state = cls(settings, policy)
+        state = cls(settings, policy, task_of)
         state.resumed = True
         cursors.restore(state, dict(cursor) if cursor else None, issued, closed)
         rules.begin_batch(state)
@@ -113,11 +123,12 @@ class SchedulerState:
         """Begin the attempt: the first quota, and what a resume found ready. To be called once, before any event."""
         if self._started:
             raise GyreError("the scheduler has started already")
-        self._started, self.now = True, now
+        self._started = True
+        self.now = self.measures.now = now
         for group in self.restored:
             self._settle_group(group)
         self.restored = []
-        quota = self.settings.quota(self.committed, self.groups.outstanding)
+        quota = self.settings.quota(self.committed, self.groups.outstanding, self.lookahead.value)
         rules.dispatch(self, quota, "resume" if self.resumed else "burst", self.missing)
         if self.committed >= self.settings.batches:
             self.finishing = True
@@ -135,7 +146,7 @@ class SchedulerState:
         commands = [] if self._started else self.start(now)
         if self.ended:
             return commands
-        self.now = now
+        self.now = self.measures.now = now
         _HANDLERS[type(event)](self, event)
         return commands + self._settle(now)
 
@@ -144,8 +155,13 @@ class SchedulerState:
 
         Whoever drives the state should see to a `Tick` at that time, or tick regularly.
         """
-        since = self.supply.since
-        return None if since is None or self.finishing else since + self.settings.supply_hold
+        if self.finishing:
+            return None
+        since, dry = self.supply.since, self.update.dry_since
+        times = [] if since is None else [since + self.settings.supply_hold]
+        if dry is not None and self.executions.queued:
+            times.append(dry + self.measures.to_training_s + self.measures.to_rollout_s)
+        return min((time for time in times if time > self.now), default=None)
 
     def _settle(self, now: float) -> list[Command]:
         rules.settle(self, now)
@@ -216,8 +232,7 @@ class SchedulerState:
             update.joined.remove(cell.rank)
         if update.joining == cell.rank:
             update.joining = None
-            if self.fleet.moving == cell.rank:
-                self.fleet.moving = None
+            self.fleet.arrived(cell.rank)
 
     def _role_reached(self, event: RoleReached) -> None:
         cell = self.fleet.cells[event.rank]
@@ -234,8 +249,11 @@ class SchedulerState:
 
     # -- executions --------------------------------------------------------------------------------------------------
     def _execution_closed(self, event: ExecutionClosed) -> None:
-        if not self.executions.finished(event.n, event.try_number):
+        execution = self.executions.finished(event.n, event.try_number)
+        if execution is None:
             return
+        if execution.host is not None and execution.try_number == event.try_number:
+            self.measures.execution(self.groups.of(event.n), self.now - execution.granted_at)
         group = self.groups.close(event)
         if group is not None:
             self._settle_group(group)
@@ -268,8 +286,7 @@ class SchedulerState:
 
     def _opened(self) -> None:
         self.update.phase, self.update.joined = Phase.OPEN, [0]
-        if self.fleet.moving == 0:
-            self.fleet.moving = None
+        self.fleet.arrived(0)
 
     def _cell_joined(self, event: CellJoined) -> None:
         update = self.update
@@ -277,8 +294,7 @@ class SchedulerState:
             return
         update.joining = None
         update.joined.append(event.rank)
-        if self.fleet.moving == event.rank:
-            self.fleet.moving = None
+        self.fleet.arrived(event.rank)
 
     def _training_ended(self, event: TrainingEnded) -> None:
         cell = self.fleet.cells[event.rank]
@@ -294,8 +310,8 @@ class SchedulerState:
             self.update.closed = True
         if current:
             self._part_ended(cell)
-        elif self.fleet.moving == cell.rank:
-            self.fleet.moving = None
+        else:
+            self.fleet.arrived(cell.rank)
         cell.job = None
 
     def _part_failed(self, cell: Cell, event: TrainingEnded) -> None:
@@ -311,6 +327,7 @@ class SchedulerState:
         if self.update.phase is Phase.OPENING:  # its opening was not heard of
             self._opened()
         self.update.stepped = self.update.closed = True
+        self.measures.update(self.update.taken, event.cell_seconds)
 
     def _policy_committed(self, event: PolicyCommitted) -> None:
         if self.update.phase is Phase.COMMITTING and event.version == self.batch.number:

@@ -51,12 +51,10 @@ class Waterlevel:
 class Supply:
     """Whether there is enough to train on, and since when without a break.
 
-    Supply is the smaller of the untaken ready groups and the groups the batch still has to take; it suffices when it is
-    at least min(fraction * batch, groups still to take), and there is something to take.
+    Supply is the smaller of the untaken ready groups and the groups the batch still has to take; it suffices when it
+    reaches the policy's threshold, and there is something to take.
     """
 
-    fraction: float
-    batch_groups: int
     amount: int = 0
     threshold: float = 0.0
     since: float | None = None  # when it began to suffice; None while it does not
@@ -66,11 +64,11 @@ class Supply:
         """Whether it suffices now, however briefly."""
         return self.since is not None
 
-    def observe(self, untaken: int, remaining: int, now: float) -> None:
+    def observe(self, untaken: int, remaining: int, threshold: float, now: float) -> None:
         """Take note of the untaken ready groups and of the groups the batch still has to take."""
         self.amount = min(untaken, remaining)
-        self.threshold = min(self.fraction * self.batch_groups, remaining)
-        if remaining > 0 and self.amount >= self.threshold:
+        self.threshold = threshold
+        if remaining > 0 and self.amount >= threshold:
             self.since = now if self.since is None else self.since
         else:
             self.since = None

@@ -1,8 +1,8 @@
 """Cells, engines, harness hosts and the trainer of a run in virtual time, around the scheduler's own code. Pure.
 
-The scheduler is `gyre.scheduler.state.SchedulerState`, the very one that drives a run: it is given the same events and its
-commands are carried out here, with durations in place of work. Time is a number that jumps from event to event; a world
-and its seed give the same events every time.
+The scheduler is `gyre.scheduler.state.SchedulerState`, the very one that drives a run: it is given the same events and
+its commands are carried out here, with durations in place of work. Time is a number that jumps from event to event; a
+world and its seed give the same events every time.
 
 What a duration is made of:
 
@@ -19,8 +19,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from gyre import events as e
 from gyre.cell.machine import State
@@ -28,6 +27,19 @@ from gyre.errors import GyreError
 from gyre.scheduler import commands as c
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
+
+
+class Chance(Protocol):
+    """The part of `random.Random` that a world needs."""
+
+    def random(self) -> float:
+        """From 0 to 1."""
+
+    def uniform(self, low: float, high: float, /) -> float:
+        """From low to high."""
+
+    def randrange(self, start: int, stop: int, /) -> int:
+        """From start to stop - 1."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +126,13 @@ class World:
         work: Callable[[int], GroupWork] | Sequence[GroupWork],
         costs: Costs,
         state: SchedulerState | None = None,
-        seed: int = 0,
+        random: Chance | None = None,
         record: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """`work` gives the work of group number g; `record` is given what a run writes to events.jsonl."""
+        """`work` gives the work of group number g; `record` is given what a run writes to events.jsonl.
+
+        `random` is needed where costs leave something to chance.
+        """
         self.settings = settings
         self.costs = costs
         self.state = state or SchedulerState(settings)
@@ -127,7 +142,7 @@ class World:
         self.decisions = 0  # events handled by the scheduler
         self._work = work if callable(work) else work.__getitem__
         self._record = record
-        self._random = Random(seed)
+        self._random = random
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._words: deque[e.Event] = deque()
         self._count = 0
@@ -148,6 +163,7 @@ class World:
         self._taken = 0
         self._steps_left = 0  # unclaimed micro-steps of the group that was taken last
         self._step_s = 0.0
+        self._update_s = 0.0  # cell-seconds of the present update
         self._busy = 0
         self._suspended = False
         self._members: list[int] = []
@@ -215,7 +231,7 @@ class World:
             victim = self._random.randrange(1, settings.cells)
             self._after(self._random.uniform(0, self.costs.horizon_s), self._cell_down, victim)
         for _ in range(self.costs.host_failures):
-            victim = self._random.choice(self._hosts)
+            victim = self._random.randrange(self._hosts.start, self._hosts.stop)
             self._after(self._random.uniform(0, self.costs.horizon_s), self._host_down, victim)
         self._deliver()
 
@@ -452,7 +468,7 @@ class World:
     def _begin_update(self, command: c.BeginUpdate) -> None:
         self._update, self._share = command.update, command.groups
         self._taken = self._steps_left = self._busy = 0
-        self._suspended = False
+        self._suspended, self._update_s = False, 0.0
 
     def _close_short(self, command: c.CloseShort) -> None:
         self._share = command.groups
@@ -507,13 +523,15 @@ class World:
         cell.busy = False
         self._busy -= 1
         self.tally.training_s += seconds
+        self._update_s += seconds
         self._idle.append(rank)
         self._wake()
 
     def _stepped(self, update: int) -> None:
         members = {str(rank): 1 for rank in self._members}
         self.tally.updates += 1
-        self._say(e.UpdateDone(update, len(members), members, 0.0))
+        metrics = {"seconds_compute": self._update_s / len(members)}
+        self._say(e.UpdateDone(update, len(members), members, 0.0, metrics))
         self._busy = 0
         self._part("done")
 

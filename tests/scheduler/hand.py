@@ -7,6 +7,7 @@ from typing import Any
 from gyre import events as e
 from gyre.scheduler import commands as c
 from gyre.scheduler.invariants import check_thoroughly
+from gyre.scheduler.policy import Elastic, Policy
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 
@@ -17,10 +18,10 @@ TRAINING_STATES = ["DRAINING", "RELEASING", "TRAINING"]
 class Hand:
     """Says words and keeps the commands that they lead to."""
 
-    def __init__(self, state: SchedulerState | None = None, **settings: Any) -> None:
+    def __init__(self, state: SchedulerState | None = None, policy: Policy | None = None, **settings: Any) -> None:
         numbers = {"cells": 3, "slots": 4, "batch_groups": 2, "group_size": 2, "updates": 3, "lookahead": 0.0}
         self.settings = Settings(**{**numbers, "supply_hold": 0.0, **settings})
-        self.state = state or SchedulerState(self.settings)
+        self.state = state or SchedulerState(self.settings, policy or Elastic.plain())
         self.now = 0.0
         self.log: list[c.Command] = []
         self.latest: list[c.Command] = []

@@ -34,7 +34,7 @@ def test_a_run_without_failures_dispatches_exactly_what_its_batches_need(lookahe
 
 
 def test_quota_rounds_like_a_person():
-    assert Settings(1, 1, 20, 2, updates=9, lookahead=0.15).quota(0, 0) == 23  # not int(22.999999999999996)
+    assert Settings(1, 1, 20, 2, updates=9, lookahead=0.15).quota(0, 0, 0.15) == 23  # not int(22.999999999999996)
 
 
 def test_d_does_not_rise_while_an_update_runs():

@@ -124,7 +124,7 @@ def test_a_failure_that_crossed_an_order_is_heard():
     hand.close(*range(4))
     assert hand.order(0).epoch == 2
     hand.say(e.RoleReached(0, 1, 1, "FAILED"))
-    assert hand.state.fleet.moving is None and not hand.state.fleet.core.up
+    assert not hand.state.fleet.moving and not hand.state.fleet.core.up
 
 
 def test_late_and_repeated_words_change_nothing():

@@ -81,14 +81,18 @@ def test_closing_what_a_host_has_just_closed_takes_the_hosts_word(loop):
     assert (event.outcome, event.score) == ("completed", 1.0)
 
 
-def test_without_any_host_the_attempt_ends_after_a_time(loop):
-    asyncio.run(loop._handle(RankReady(0, 1, "here", "http://x")))
+@pytest.mark.parametrize("what", ["harness host", "engine"])
+def test_without_any_host_or_engine_the_attempt_ends_after_a_time(loop, what):
+    host = loop._config.cells.count + loop._config.cells.standalone
+    present = RankReady(host, 1, "here") if what == "engine" else RankReady(0, 1, "here", "http://x")
+    asyncio.run(loop._handle(present))
     patience = loop._config.network.start_timeout
-    loop._hosted = 1000.0
-    loop._demand_hosts(1000.0 + patience - 1)
+    loop._demand_ranks(1000.0)
+    loop._there = dict.fromkeys(loop._there, 1000.0)
+    loop._demand_ranks(1000.0 + patience - 1)
     assert loop.ended is None
-    loop._demand_hosts(1000.0 + patience + 1)
-    assert loop.ended.how == "failed" and "harness host" in loop.ended.detail
+    loop._demand_ranks(1000.0 + patience + 1)
+    assert loop.ended.how == "failed" and what in loop.ended.detail
 
 
 def test_a_silent_rank_and_one_that_started_again_are_lost(store):

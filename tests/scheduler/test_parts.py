@@ -13,7 +13,7 @@ from gyre.scheduler import commands as c
 from gyre.scheduler.burst import Batch, split
 from gyre.scheduler.generations import Generation
 from gyre.scheduler.groups import Groups, Ranges
-from gyre.scheduler.policy import Elastic, View
+from gyre.scheduler.policy import Async, Colocate, Elastic, View
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.slots import Slots
 from gyre.scheduler.state import SchedulerState
@@ -39,27 +39,31 @@ def test_counters_obey_their_law_or_raise(steps):
 
 
 def test_supply_lasts_only_without_a_break():
-    supply = Supply(0.25, 8)
-    supply.observe(2, 8, 1.0)
-    supply.observe(5, 8, 2.0)
+    supply = Supply()
+    supply.observe(2, 8, 2.0, 1.0)
+    supply.observe(5, 8, 2.0, 2.0)
     assert (supply.amount, supply.threshold, supply.since) == (5, 2.0, 1.0)
-    supply.observe(1, 8, 3.0)
+    supply.observe(1, 8, 2.0, 3.0)
     assert not supply.suffices
-    supply.observe(2, 8, 4.0)
+    supply.observe(2, 8, 2.0, 4.0)
     assert supply.since == 4.0
-    supply.observe(1, 1, 5.0)  # one group is left to take, and it is there
+    supply.observe(1, 1, 1, 5.0)  # one group is left to take, and it is there
     assert (supply.threshold, supply.since) == (1, 4.0)
-    supply.observe(3, 0, 6.0)
+    supply.observe(3, 0, 0, 6.0)
     assert not supply.suffices
 
 
 # -- policy ----------------------------------------------------------------------------------------------------------
 def look(**changes):
     numbers = {
-        "now": 20.0, "w": 8, "capacity": 12, "slots": 4, "training": 0, "supply": 3, "threshold": 2.0,
-        "supply_since": 5.0, "supply_hold": 10.0, "remaining": 8,
+        "now": 20.0, "w": 8, "queued": 0, "capacity": 12, "slots": 4, "all_slots": 28, "cells": 7, "training": 0,
+        "batch_groups": 8, "group_size": 4, "supply": 3, "threshold": 2.0, "supply_since": 5.0, "supply_hold": 10.0,
+        "remaining": 8,
     }  # fmt: skip
     return View(**{**numbers, **changes})
+
+
+MEASURED = {"group_work": 40.0, "execution_s": 100.0, "to_training_s": 8.0, "to_rollout_s": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -72,19 +76,83 @@ def look(**changes):
         ({"remaining": 0}, "taken"),
         ({"remaining": 0, "closing": True}, "go"),
         ({"closing": True, "w": 9}, "waterlevel"),
+        ({**MEASURED, "now": 5.0}, "hold"),  # measured or not, the plain policy goes by thresholds
     ],
 )
-def test_elastic_moves(changes, code):
-    decision = Elastic().move(look(**changes))
+def test_plain_elastic_moves(changes, code):
+    decision = Elastic.plain().move(look(**changes))
     assert (decision.yes, decision.code) == (code == "go", code) and decision.reason
 
 
 @pytest.mark.parametrize(
-    "changes, code", [({}, "stay"), ({"others": 23}, "waterlevel"), ({"supply_since": None}, "supply")]
+    "changes, code",
+    [
+        ({}, "hold"),  # nothing is measured yet: by thresholds
+        (MEASURED, "go"),
+        ({**MEASURED, "w": 9}, "waterlevel"),
+        ({**MEASURED, "supply": 0}, "worth"),
+        ({**MEASURED, "supply": 1, "training": 2}, "go"),  # (40 - 2 * 8) / 3 = 8 > 4
+        ({**MEASURED, "supply": 1, "training": 3}, "worth"),  # (40 - 3 * 8) / 4 = 4
+    ],
 )
-def test_elastic_keeps_the_core(changes, code):
-    decision = Elastic().keep_core(look(**{"next_quota": 16, "others": 24, **changes}))
-    assert (decision.yes, decision.code) == (code == "stay", code)
+def test_elastic_moves_for_what_a_move_gains(changes, code):
+    decision = Elastic().move(look(**{"supply_since": 19.0, **changes}))
+    assert (decision.yes, decision.code) == (code == "go", code) and decision.reason
+
+
+@pytest.mark.parametrize("changes, code", [({}, "stay"), ({"w": 25}, "waterlevel"), ({"supply_since": None}, "supply")])
+def test_plain_elastic_keeps_the_core(changes, code):
+    count, decision = Elastic.plain().keep(look(**{"w": 24, **changes}))
+    assert (count, decision.code) == (code == "stay", code)
+
+
+@pytest.mark.parametrize(
+    "changes, count",
+    [
+        # Training takes 40 of 140 cell-seconds a group, so 2 of 7 cells are busy with it all the time.
+        ({}, 2),  # 20 slots cover the 8 executions, so nobody waits
+        ({"training": 1}, 1),
+        ({"supply": 0}, 0),
+        ({"w": 30}, 2),  # the queue lasts 50 s, and 3 groups keep 2 cells busy for 60
+        ({"w": 45}, 1),  # 125 s; for 75 s, BUSY, one cell has work
+        ({"w": 60, "supply": 0, "batch_groups": 12}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
+        ({"w": 60, "supply": 0, "batch_groups": 11}, 0),
+        ({"group_work": None}, 0),
+    ],
+)
+def test_elastic_keeps_cells_that_have_work(changes, count):
+    kept, decision = Elastic().keep(look(**{**MEASURED, "training": 7, "supply_since": None, **changes}))
+    assert (kept, decision.yes) == (count, count > 0) and decision.reason
+
+
+@pytest.mark.parametrize(
+    "changes, yes", [({}, True), ({"queued": 0}, False), ({"dry_since": 8.1}, False), ({"dry_since": None}, False)]
+)
+def test_elastic_gives_cells_back_that_have_nothing_to_train_on_while_others_wait(changes, yes):
+    assert Elastic().give_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes is yes
+    assert not Elastic.plain().give_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes
+
+
+@pytest.mark.parametrize(
+    "changes, code",
+    [
+        ({"w": 0}, "go"),
+        ({"w": 1}, "waterlevel"),
+        ({"w": 0, "supply_since": None}, "supply"),
+        ({"w": 0, "supply_since": None, "training": 2}, "together"),
+    ],
+)
+def test_colocated_cells_train_together_when_nothing_is_open(changes, code):
+    assert Colocate().move(look(**changes)).code == code
+    assert Colocate().threshold(8, 5, 0.25) == 5
+    assert Colocate().keep(look())[0] == 0
+
+
+def test_a_fixed_split_begins_with_the_batch_or_with_its_first_group():
+    assert (Async().threshold(8, 5, 0.25), Async(streaming=True).threshold(8, 5, 0.25)) == (5, 1)
+    assert Async().open(look()).yes and not Async().open(look(supply_since=None)).yes
+    assert Async().keep(look(training=3))[0] == 3
+    assert (Async().name, Async(streaming=True).name) == ("async", "async-stream")
 
 
 # -- slots -----------------------------------------------------------------------------------------------------------
@@ -251,4 +319,5 @@ def test_a_decision_among_a_thousand_cells_takes_less_than_a_millisecond():
         if any(isinstance(command, c.OrderRole) for command in commands):
             break
     assert time.process_time() - begun < 1.0
-    assert [command.rank for command in commands if isinstance(command, c.OrderRole)] == [0]
+    moved = [command.rank for command in commands if isinstance(command, c.OrderRole)]
+    assert moved and moved == list(range(len(moved)))
