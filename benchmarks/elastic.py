@@ -30,12 +30,14 @@ from gyre import config as configuration
 from gyre.config import Config
 from gyre.errors import UserError
 from gyre.run_dir import RunDir, read_events
+from gyre.scheduler.policy import policy_of
 from gyre.scheduler.settings import Settings
+from gyre.scheduler.state import SchedulerState
 from gyre.simulate.trace import load
 from gyre.simulate.world import Costs, GroupWork, World
 
 ROOT = Path(__file__).resolve().parents[1]
-TRACE = ROOT / "benchmarks/traces/terminal-bench-swe-agent-mini_claude-4-sonnet.jsonl"
+TRACE = ROOT / "benchmarks/traces/terminal-bench-droid_gpt-5.jsonl"
 CELLS, SLOTS, BATCH_GROUPS, TRAIN_RATIO = 4, 4, 8, 0.5
 SWITCH = (8.5, 3.5)  # seconds of the trace that a move to training and one back take
 HOLD = 10.0  # and that the supply must have held
@@ -249,7 +251,9 @@ def simulate(config: Config, tokens: list[list[int]], row_seconds: float, seen: 
         micro_steps=config.scheduler.group_size,
     )
     records: list[Record] = []
-    World(Settings.of(config), work, costs, seed=config.seed, record=records.append).run()
+    settings = Settings.of(config)
+    state = SchedulerState(settings, policy_of(config))  # every group has a task of its own
+    World(settings, work, costs, state, record=records.append).run()
     return Reading(records).makespan
 
 
