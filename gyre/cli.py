@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gyre.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, UserError
 
@@ -49,11 +49,40 @@ def _parser() -> argparse.ArgumentParser:
     add("watch", "show a run, wherever it was started from", None)
     report = add("report", "print the summary of a run", None)
     report.add_argument("--html", metavar="OUT", help="also write its timeline to OUT, as one HTML file")
+    _simulation(commands)
     prepare = add("prepare", "inside an allocation: print what slurm/gyre.sbatch runs", _OVERRIDES, "CONFIG|RUN_DIR")
     prepare.add_argument("--resume", action="store_true", help="go on with the run in RUN_DIR")
     ended = add("ended", "inside an allocation: the exit code of a job whose step ended with CODE", None)
     ended.add_argument("code", type=int, metavar="CODE")
     return parser
+
+
+def _simulation(commands: Any) -> None:
+    text = "compare scheduling policies on a trace, in virtual time"
+    simulate = commands.add_parser("simulate", help=text, description=text, epilog="docs/simulate.md says more")
+    option = simulate.add_argument
+    option("--trace", required=True, metavar="FILE", help="executions' durations, as in docs/traces.md")
+    option("--cells", type=int, required=True, help="GPU cells")
+    option("--slots", type=int, required=True, help="live executions of a cell's engine")
+    option("--batch-groups", type=int, required=True, help="groups of a batch")
+    option("--updates", type=int, default=24, help="batches of a run (24)")
+    option("--lookahead", type=float, default=0.25, help="executions outstanding beyond the batch, in batches (0.25)")
+    option("--train-ratio", type=float, help="training work by rollout work; without it, the trace's train_s")
+    option("--switch", default="8.5,3.5", metavar="TO,BACK", help="seconds of a move to training and back (8.5,3.5)")
+    option("--policy", default="elastic,colocate,async,async-stream", help="policies, the first one is compared with")
+    option("--repeats", type=int, default=12, help="shuffles of the trace's groups (12)")
+    option("--seed", type=int, default=0, help="of the shuffles, and of what is left to chance (0)")
+    option("--in-order", action="store_true", help="take the groups in the trace's order, without shuffling")
+    option("--supply-fraction", type=float, default=0.25, help="as scheduler.supply_fraction (0.25)")
+    option("--supply-hold", type=float, default=10.0, help="as scheduler.supply_hold, in seconds (10)")
+    option("--slowdown", type=float, default=0.0, help="of an engine by each further live execution (0)")
+    option("--failed", type=float, default=0.0, metavar="P", help="probability that an execution yields nothing")
+    option("--try-failed", type=float, default=0.0, metavar="P", help="probability that a try fails and is repeated")
+    option("--timeout", type=float, metavar="S", help="seconds after which an execution is ended")
+    option("--cell-failures", type=int, default=0, metavar="N", help="satellites that fail over a run")
+    option("--workers", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
+    option("--json", metavar="OUT", help="write the figures to OUT")
+    option("--html", metavar="OUT", help="write the first repeat of every policy to OUT, as one page")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -151,6 +180,12 @@ def _report(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    from gyre.simulate.command import run
+
+    return run(options)
+
+
 def _prepare(options: argparse.Namespace) -> int:
     from gyre.launch.prepare import prepare
 
@@ -171,6 +206,7 @@ _COMMANDS = {
     "sbatch": _sbatch,
     "watch": _watch,
     "report": _report,
+    "simulate": _simulate,
     "prepare": _prepare,
     "ended": _ended,
 }

@@ -27,9 +27,10 @@ from gyre.errors import GyreError
 from gyre.scheduler import commands as c
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
+from gyre.simulate.workload import Shuffler
 
 
-class Chance(Protocol):
+class Chance(Shuffler, Protocol):
     """The part of `random.Random` that a world needs."""
 
     def random(self) -> float:
@@ -166,7 +167,10 @@ class World:
         self._update_s = 0.0  # cell-seconds of the present update
         self._busy = 0
         self._suspended = False
+        self._closing = False  # nobody joins or claims any more
         self._members: list[int] = []
+        self._claimed: dict[int, list[float]] = {}  # by member: seconds of its micro-steps
+        self._again: list[float] = []  # micro-steps whose member was lost
         self._idle: deque[int] = deque()
         self._oldest: dict[int, int] = {}
         self._version = 0
@@ -468,7 +472,8 @@ class World:
     def _begin_update(self, command: c.BeginUpdate) -> None:
         self._update, self._share = command.update, command.groups
         self._taken = self._steps_left = self._busy = 0
-        self._suspended, self._update_s = False, 0.0
+        self._suspended, self._closing, self._update_s = False, False, 0.0
+        self._claimed, self._again = {}, []
 
     def _close_short(self, command: c.CloseShort) -> None:
         self._share = command.groups
@@ -489,21 +494,29 @@ class World:
 
     def _wake(self) -> None:
         """Let idle members claim what there is; close or suspend the update when nobody computes any more."""
-        while self._idle and not self._suspended and (self._steps_left or self._take()):
+        while self._idle and not self._suspended and (self._again or self._steps_left or self._take()):
             rank = self._idle.popleft()
             cell = self._cells[rank]
             if not cell.member or cell.busy:
                 continue
-            self._steps_left -= 1
-            self._busy += 1
-            cell.busy = True
-            self._after(self._step_s, self._step_done, rank, cell.incarnation, self._step_s)
-        if self._members and not self._busy:
+            self._claim(cell)
+        if self._members and not self._busy and not self._closing:
             if self._suspended:
                 self._part("suspended")
-            elif self._taken == self._share and not self._steps_left:
-                update, self._busy = self._update, -1  # nobody computes or joins any more
-                self._after(self.costs.step_s, self._stepped, update)
+            elif self._taken == self._share and not self._steps_left and not self._again:
+                self._closing = True
+                self._after(self.costs.step_s, self._stepped, self._update)
+
+    def _claim(self, cell: _Cell) -> None:
+        if self._again:
+            seconds = self._again.pop()
+        else:
+            self._steps_left -= 1
+            seconds = self._step_s
+        self._claimed.setdefault(cell.rank, []).append(seconds)
+        self._busy += 1
+        cell.busy = True
+        self._after(seconds, self._step_done, cell.rank, cell.incarnation, seconds)
 
     def _take(self) -> bool:
         if self._taken >= self._share or not self._fed:
@@ -532,13 +545,13 @@ class World:
         self.tally.updates += 1
         metrics = {"seconds_compute": self._update_s / len(members)}
         self._say(e.UpdateDone(update, len(members), members, 0.0, metrics))
-        self._busy = 0
         self._part("done")
 
     def _part(self, how: str) -> None:
         """The part of every member in the update is over."""
         members, self._members = self._members, []
         self._idle.clear()
+        self._claimed.clear()
         for rank in members:
             cell = self._cells[rank]
             if cell.member:
@@ -553,7 +566,16 @@ class World:
         self._suspended = False
 
     def _bar_member(self, command: c.BarMember) -> None:
-        raise GyreError("members that die in an update are not simulated yet")
+        """All that a member did in the update is done again by the others."""
+        cell = self._cells[command.rank]
+        if command.rank in self._members:
+            self._members.remove(command.rank)
+        self._again += self._claimed.pop(command.rank, [])
+        if cell.member:
+            cell.member = False
+            self._busy -= cell.busy
+            cell.busy = False
+        self._wake()
 
     def _commit(self, command: c.Commit) -> None:
         self._version = command.version

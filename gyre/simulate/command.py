@@ -1,0 +1,262 @@
+"""The command `simulate`: policies compared on a trace, as a table, as JSON and as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from gyre import timeline, timeline_page
+from gyre.errors import UserError
+from gyre.simulate import compare
+from gyre.simulate.compare import VARIANTS, Result, Scenario
+from gyre.simulate.trace import load
+from gyre.simulate.workload import Trace
+from gyre.simulate.world import Costs
+
+Job = tuple[str, int | None, int]  # policy, rollout cells, repeat
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, and print and write what was asked for; returns the exit code."""
+    trace = load(options.trace)
+    scenario = scenario_of(options, trace)
+    policies = policies_of(options, scenario)
+    for out in (options.json, options.html):
+        _writable(out)
+    results = compared(scenario, trace, policies, options.repeats, options.seed, options.workers, sys.stderr.isatty())
+    Console(highlight=False).print(_table(scenario, trace, results, options.repeats))
+    if options.json:
+        report = {"trace": trace.name, "scenario": _described(scenario, options), "policies": results}
+        timeline_page.write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if options.html:
+        timeline_page.write(options.html, _page(scenario, trace, results, options.seed))
+    return 0
+
+
+# -- what was asked for ----------------------------------------------------------------------------------------------
+def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
+    """The scenario of the command line.
+
+    Raises:
+        UserError: a number makes no sense; it says which.
+    """
+    for name, least in (
+        ("cells", 1),
+        ("slots", 1),
+        ("batch_groups", 1),
+        ("updates", 1),
+        ("repeats", 1),
+        ("workers", 1),
+    ):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least {least}")
+    for name in ("lookahead", "slowdown", "supply_hold"):
+        _finite(name, getattr(options, name))
+    if options.lookahead > 16:
+        raise UserError(f"--lookahead is {options.lookahead:g}; it is in batches, and at most 16")
+    if not 0 < options.supply_fraction <= 1:
+        raise UserError(f"--supply-fraction is {options.supply_fraction:g}; it must be more than 0 and at most 1")
+    ratio = options.train_ratio
+    if ratio is None and any(entry.train_s is None for group in trace.groups for entry in group):
+        raise UserError(f"the trace {trace.name} does not say how long training takes; give --train-ratio, e.g. 0.5")
+    if ratio is not None:
+        _finite("train_ratio", ratio)
+    to_training, to_rollout = _switch(options.switch)
+    return Scenario(
+        cells=options.cells,
+        slots=options.slots,
+        batch_groups=options.batch_groups,
+        updates=options.updates,
+        lookahead=options.lookahead,
+        train_ratio=ratio,
+        costs=_costs(options, to_training, to_rollout),
+        supply_fraction=options.supply_fraction,
+        supply_hold=options.supply_hold,
+        in_order=options.in_order,
+    )
+
+
+def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -> Costs:
+    for name in ("failed", "try_failed"):
+        if not 0 <= getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is a probability; it must be at least 0 and less than 1")
+    if options.timeout is not None and not (options.timeout > 0 and math.isfinite(options.timeout)):
+        raise UserError(f"--timeout is {options.timeout:g}; it must be more than 0 seconds")
+    if options.cell_failures < 0:
+        raise UserError(f"--cell-failures is {options.cell_failures}; it must be at least 0")
+    return Costs(
+        to_training_s=to_training,
+        to_rollout_s=to_rollout,
+        slowdown=options.slowdown,
+        failed=options.failed,
+        try_failed=options.try_failed,
+        timeout_s=options.timeout,
+        cell_failures=options.cell_failures,
+    )
+
+
+def _finite(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be a number of at least 0")
+
+
+def _switch(text: str) -> tuple[float, float]:
+    try:
+        to_training, to_rollout = map(float, text.split(","))
+    except ValueError:
+        to_training = to_rollout = math.nan
+    if not all(math.isfinite(value) and value >= 0 for value in (to_training, to_rollout)):
+        raise UserError(f"--switch is {text!r}; write two times in seconds, to training and back: 8.5,3.5")
+    return to_training, to_rollout
+
+
+def policies_of(options: argparse.Namespace, scenario: Scenario) -> list[str]:
+    """The policies to compare.
+
+    Raises:
+        UserError: there is none of that name, or no cell is left to train.
+    """
+    policies = list(dict.fromkeys(name.strip() for name in options.policy.split(",")))
+    for name in policies:
+        if name not in VARIANTS:
+            raise UserError(f"there is no policy {name!r}; there are {', '.join(VARIANTS)}")
+        if VARIANTS[name].split and scenario.cells < 2:
+            raise UserError(
+                f"--cells is {scenario.cells}, which leaves no cell to train under a fixed split; take more cells, or "
+                "--policy elastic,colocate"
+            )
+    return policies
+
+
+def _writable(out: str | None) -> None:
+    """Find out before the work whether what it results in can be written."""
+    if out and not (Path(out).parent.is_dir() and os.access(Path(out).parent, os.W_OK)):
+        raise UserError(f"cannot write {out}: {Path(out).parent} is not a directory that can be written to")
+
+
+# -- the work --------------------------------------------------------------------------------------------------------
+def compared(
+    scenario: Scenario,
+    trace: Trace,
+    policies: list[str],
+    repeats: int,
+    seed: int,
+    workers: int = 1,
+    show: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """The figures of every policy. Repeat i of every policy and split sees the groups in the same order."""
+    jobs: list[Job] = [
+        (name, split, repeat)
+        for name in policies
+        for split in compare.splits(scenario, VARIANTS[name])
+        for repeat in range(repeats)
+    ]
+    by_policy: dict[str, dict[int | None, list[Result]]] = {name: defaultdict(list) for name in policies}
+    with Progress(console=Console(stderr=True), transient=True, disable=not show) as progress:
+        bar = progress.add_task("simulating", total=len(jobs))
+        for (name, split, _), result in zip(jobs, _results(scenario, trace, jobs, seed, workers), strict=True):
+            by_policy[name][split].append(result)
+            progress.advance(bar)
+    return {name: compare.best(by_split)[1] for name, by_split in by_policy.items()}
+
+
+def _results(scenario: Scenario, trace: Trace, jobs: list[Job], seed: int, workers: int) -> Any:
+    if workers == 1 or len(jobs) == 1:
+        return (_one(scenario, trace, job, seed) for job in jobs)
+    return _pooled(scenario, trace, jobs, seed, workers)
+
+
+def _pooled(scenario: Scenario, trace: Trace, jobs: list[Job], seed: int, workers: int) -> Any:
+    with ProcessPoolExecutor(min(workers, len(jobs)), initializer=_adopt, initargs=(scenario, trace, seed)) as pool:
+        yield from pool.map(_adopted, jobs, chunksize=max(1, min(8, len(jobs) // (4 * workers))))
+
+
+_given: tuple[Scenario, Trace, int]
+
+
+def _adopt(scenario: Scenario, trace: Trace, seed: int) -> None:
+    global _given
+    _given = (scenario, trace, seed)
+
+
+def _adopted(job: Job) -> Result:
+    scenario, trace, seed = _given
+    return _one(scenario, trace, job, seed)
+
+
+def _one(scenario: Scenario, trace: Trace, job: Job, seed: int, record: Any = None) -> Result:
+    name, split, repeat = job
+    return compare.simulate(scenario, trace, VARIANTS[name], random.Random(f"{seed}/{repeat}"), split, record)
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+def _described(scenario: Scenario, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "cells": scenario.cells,
+        "slots": scenario.slots,
+        "batch_groups": scenario.batch_groups,
+        "updates": scenario.updates,
+        "lookahead": scenario.lookahead,
+        "train_ratio": scenario.train_ratio,
+        "switch": [scenario.costs.to_training_s, scenario.costs.to_rollout_s],
+        "repeats": options.repeats,
+        "seed": options.seed,
+    }
+
+
+def _name(policy: str, figures: dict[str, Any]) -> str:
+    return f"{policy} (R={figures['rollout_cells']})" if "rollout_cells" in figures else policy
+
+
+def _table(scenario: Scenario, trace: Trace, results: dict[str, dict[str, Any]], repeats: int) -> Table:
+    table = Table(
+        title=f"{trace.name}: {scenario.cells} cells of {scenario.slots} slots, {scenario.updates} batches of "
+        f"{scenario.batch_groups} groups, lookahead {scenario.lookahead:g}, {repeats} repeats",
+        title_justify="left",
+        box=None,
+    )
+    table.add_column("policy")
+    for name in ("makespan", "x first", "of ideal", "of bound", "staleness", "max", "busy", "moves"):
+        table.add_column(name, justify="right")
+    first = next(iter(results.values()))["makespan_s"]
+    for policy, figures in results.items():
+        table.add_row(
+            _name(policy, figures),
+            f"{figures['makespan_s']:,.0f} s",
+            f"{figures['makespan_s'] / first:.3f}" if first else "-",
+            f"{figures['of_ideal']:.3f}",
+            f"{figures['of_bound']:.3f}",
+            f"{figures['staleness_mean']:.2f}",
+            str(figures["staleness_max"]),
+            f"{figures['busy_fraction']:.3f}",
+            f"{figures['moves']:.0f}",
+        )
+    return table
+
+
+def _page(scenario: Scenario, trace: Trace, results: dict[str, dict[str, Any]], seed: int) -> str:
+    """The first repeat of every policy as a page."""
+    runs = []
+    for policy, figures in results.items():
+        fold = timeline.Fold(scenario.slots, compare.ANY_VERSION)
+        _one(scenario, trace, (policy, figures.get("rollout_cells"), 0), seed, fold.apply)
+        shown = {name: _shown(figures[name]) for name in ("makespan_s", "of_ideal", "of_bound", "busy_fraction")}
+        shown |= {name: _shown(figures[name]) for name in ("staleness_mean", "staleness_max", "moves")}
+        runs.append((_name(policy, figures), fold.timeline(), shown))
+    return timeline_page.page(f"{trace.name}: {scenario.cells} cells of {scenario.slots} slots", runs)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3f}"
