@@ -9,7 +9,6 @@ import os
 import random
 import sys
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from gyre import timeline, timeline_page
 from gyre.errors import UserError
-from gyre.simulate import compare
+from gyre.simulate import compare, pool
 from gyre.simulate.compare import VARIANTS, Result, Scenario
 from gyre.simulate.trace import load
 from gyre.simulate.workload import Trace
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     scenario = scenario_of(options, trace)
     policies = policies_of(options, scenario)
     for out in (options.json, options.html):
-        _writable(out)
+        writable(out)
     results = compared(scenario, trace, policies, options.repeats, options.seed, options.workers, sys.stderr.isatty())
     Console(highlight=False).print(_table(scenario, trace, results, options.repeats))
     if options.json:
@@ -63,7 +62,7 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
         if getattr(options, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least {least}")
     for name in ("lookahead", "slowdown", "supply_hold"):
-        _finite(name, getattr(options, name))
+        finite(name, getattr(options, name))
     if options.lookahead > 16:
         raise UserError(f"--lookahead is {options.lookahead:g}; it is in batches, and at most 16")
     if not 0 < options.supply_fraction <= 1:
@@ -72,8 +71,8 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
     if ratio is None and any(entry.train_s is None for group in trace.groups for entry in group):
         raise UserError(f"the trace {trace.name} does not say how long training takes; give --train-ratio, e.g. 0.5")
     if ratio is not None:
-        _finite("train_ratio", ratio)
-    to_training, to_rollout = _switch(options.switch)
+        finite("train_ratio", ratio)
+    to_training, to_rollout = switch(options.switch)
     return Scenario(
         cells=options.cells,
         slots=options.slots,
@@ -107,12 +106,14 @@ def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -
     )
 
 
-def _finite(name: str, value: float) -> None:
+def finite(name: str, value: float) -> None:
+    """Refuse an option that is no number of at least 0."""
     if not (math.isfinite(value) and value >= 0):
         raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be a number of at least 0")
 
 
-def _switch(text: str) -> tuple[float, float]:
+def switch(text: str) -> tuple[float, float]:
+    """What --switch says: seconds to training and back."""
     try:
         to_training, to_rollout = map(float, text.split(","))
     except ValueError:
@@ -140,7 +141,7 @@ def policies_of(options: argparse.Namespace, scenario: Scenario) -> list[str]:
     return policies
 
 
-def _writable(out: str | None) -> None:
+def writable(out: str | None) -> None:
     """Find out before the work whether what it results in can be written."""
     if out and not (Path(out).parent.is_dir() and os.access(Path(out).parent, os.W_OK)):
         raise UserError(f"cannot write {out}: {Path(out).parent} is not a directory that can be written to")
@@ -164,35 +165,17 @@ def compared(
         for repeat in range(repeats)
     ]
     by_policy: dict[str, dict[int | None, list[Result]]] = {name: defaultdict(list) for name in policies}
+    results = pool.results(_job, (scenario, trace, seed), jobs, workers)
     with Progress(console=Console(stderr=True), transient=True, disable=not show) as progress:
         bar = progress.add_task("simulating", total=len(jobs))
-        for (name, split, _), result in zip(jobs, _results(scenario, trace, jobs, seed, workers), strict=True):
+        for (name, split, _), result in zip(jobs, results, strict=True):
             by_policy[name][split].append(result)
             progress.advance(bar)
     return {name: compare.best(by_split)[1] for name, by_split in by_policy.items()}
 
 
-def _results(scenario: Scenario, trace: Trace, jobs: list[Job], seed: int, workers: int) -> Any:
-    if workers == 1 or len(jobs) == 1:
-        return (_one(scenario, trace, job, seed) for job in jobs)
-    return _pooled(scenario, trace, jobs, seed, workers)
-
-
-def _pooled(scenario: Scenario, trace: Trace, jobs: list[Job], seed: int, workers: int) -> Any:
-    with ProcessPoolExecutor(min(workers, len(jobs)), initializer=_adopt, initargs=(scenario, trace, seed)) as pool:
-        yield from pool.map(_adopted, jobs, chunksize=max(1, min(8, len(jobs) // (4 * workers))))
-
-
-_given: tuple[Scenario, Trace, int]
-
-
-def _adopt(scenario: Scenario, trace: Trace, seed: int) -> None:
-    global _given
-    _given = (scenario, trace, seed)
-
-
-def _adopted(job: Job) -> Result:
-    scenario, trace, seed = _given
+def _job(given: tuple[Scenario, Trace, int], job: Job) -> Result:
+    scenario, trace, seed = given
     return _one(scenario, trace, job, seed)
 
 
