@@ -103,6 +103,17 @@ class _Engine:
         self.stamp = 0
 
 
+@dataclass(slots=True)
+class _Try:
+    """A try of an execution that runs."""
+
+    number: int
+    slot_s: float
+    host: int
+    version: int  # that its engine held when it began
+    at: float
+
+
 class _Cell:
     __slots__ = ("rank", "incarnation", "alive", "state", "epoch", "version", "order", "member", "busy")
 
@@ -156,7 +167,7 @@ class World:
         # executions
         self._where: dict[int, int] = {}  # execution -> engine
         self._left: dict[int, float] = {}  # held executions: slot seconds still to come
-        self._started: dict[int, tuple[int, float, int, int]] = {}  # try, slot seconds, host, version
+        self._started: dict[int, _Try] = {}
         # the stream of the present update
         self._fed: deque[int] = deque()
         self._update = 0
@@ -333,7 +344,7 @@ class World:
         if self.costs.timeout_s is not None:
             slot_s = min(slot_s, self.costs.timeout_s)
         version = self.state.fleet.cells[command.engine].version
-        self._started[n] = (command.try_number, slot_s, command.host, version)
+        self._started[n] = _Try(command.try_number, slot_s, command.host, version, self.now)
         self._place(n, command.engine, slot_s)
 
     def _engine_due(self, rank: int, stamp: int) -> None:
@@ -350,8 +361,8 @@ class World:
         self._finish(n)
 
     def _finish(self, n: int) -> None:
-        try_number, slot_s, _, version = self._started.pop(n)
-        costs = self.costs
+        ended, costs = self._started.pop(n), self.costs
+        try_number, slot_s, version = ended.number, ended.slot_s, ended.version
         usable, outcome = True, "completed"
         if costs.random:
             if self._random.random() < costs.try_failed:
@@ -395,7 +406,7 @@ class World:
         self._say(e.RankReady(rank, self._host_incarnations[rank], f"host{rank}"))
 
     def _host_down(self, rank: int) -> None:
-        for n in [n for n, (_, _, host, _) in self._started.items() if host == rank]:
+        for n in [n for n, running in self._started.items() if running.host == rank]:
             self._forget(n)
         self._say(e.RankLost(rank, self._host_incarnations[rank], "simulated"))
         self._after(self.costs.restart_s, self._host_up, rank)
@@ -428,6 +439,9 @@ class World:
         cell = self._cells[rank]
         if order == cell.order:
             cell.version = version
+            for n in self._engines[rank].live:
+                if self._started[n].at == self.now:  # nothing of it is sampled yet
+                    self._started[n].version = version
             self._enter(cell, State.ROLLOUT, version)
 
     def _order_role(self, command: c.OrderRole) -> None:
