@@ -1,6 +1,6 @@
 """Elastic against the other policies in real time: one scaled-down trace, timed cells, everything else as in any run.
 
-    python benchmarks/elastic.py                                   elastic and colocated, about 9 minutes
+    python benchmarks/elastic.py                                   elastic and colocated, about 8 minutes
     python benchmarks/elastic.py --policies elastic,async-stream --seconds 120 --json out.json
 
 All policies run the same executions in the same order; the reference is elastic, in the same go. A policy's makespan is
@@ -42,6 +42,7 @@ CELLS, SLOTS, BATCH_GROUPS, TRAIN_RATIO = 4, 4, 8, 0.5
 SWITCH = (8.5, 3.5)  # seconds of the trace that a move to training and one back take
 HOLD = 10.0  # and that the supply must have held
 RATE = 20.0  # tokens a second
+LATE_SECONDS = 1.0  # a cell in training that joins nothing for so long had nothing to join
 
 Record = dict[str, Any]
 
@@ -193,10 +194,15 @@ def _moves(events: Reading, target: str) -> Iterator[float | None]:
             continue
         if target == "rollout":
             yield events.following(move, "role_reached", rank=rank, state="ROLLOUT")
-        elif rank:
-            yield events.following(move, "cell_joined", rank=rank)
         else:
-            yield events.following(move, "update_opened")
+            reached = events.following(move, "role_reached", rank=rank, state="TRAINING")
+            if rank:
+                joined = events.following(move, "cell_joined", rank=rank)
+            else:
+                joined = events.following(move, "update_opened")
+            # a cell that trains before there is anything to train on joins when there is
+            late = joined is None or reached is None or joined - reached > LATE_SECONDS
+            yield reached if late else joined
 
 
 def _syncs(events: Reading) -> Iterator[float]:
