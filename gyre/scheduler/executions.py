@@ -60,7 +60,7 @@ class Executions:
         return (0, rank) if rank >= self._settings.cells else (1, -rank)
 
     def reserve_order(self) -> list[int]:
-        """Open engines in the order in which a leaving cell's executions are put on them."""
+        """Open engines in the order in which a leaving cell's executions are put on them: as `with_room`, and full."""
         return sorted(self.engines, key=self._engine_preference)
 
     # -- coming and going --------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Executions:
     def engine_close(self, rank: int) -> tuple[Move, ...]:
         """An engine's slots no longer count; returns where its executions go, or that they are held."""
         leaving = self.engines.close(rank)
-        places = self.engines.spread(leaving, self.reserve_order())
+        places = self.engines.spread(leaving, self.engines.with_room())
         for n in leaving:
             self.open[n].engine = places.get(n, rank)
             if n not in places:

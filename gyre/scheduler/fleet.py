@@ -66,12 +66,15 @@ class Cell:
         return Member(self.rank, self.incarnation, self.epoch)
 
 
-def _remove(ranks: list[int], rank: int) -> None:
-    """Take a rank out if it is in; cells leave from the end, so that is where it is looked for first."""
+def _remove(ranks: list[int], rank: int) -> bool:
+    """Take a rank out, and whether it was in; cells leave from the end, so that is where it is looked for first."""
     if ranks and ranks[-1] == rank:
         ranks.pop()
     elif rank in ranks:
         ranks.remove(rank)
+    else:
+        return False
+    return True
 
 
 class Fleet:
@@ -87,6 +90,7 @@ class Fleet:
         self.cells = {rank: Cell(rank) for rank in range(settings.engines)}
         self.published = 0
         self.training: list[int] = []  # cells ordered to training, in the order of their moves
+        self._dedicated = 0  # of them, those that only ever train
         self.bound: set[int] = set()  # living engines in rollout or on their way there
         self.lives: dict[int, int] = {}  # of the living cells that can train
         self.moving: list[int] = []  # cells on their way into training, until they have joined, in order
@@ -114,8 +118,7 @@ class Fleet:
     @property
     def slots(self) -> int:
         """Slots of all living engines that ever serve, in rollout or not."""
-        trainers = sum(1 for rank in self.training if not self.dedicated(rank))
-        return (len(self.bound) + trainers) * self._settings.slots
+        return (len(self.bound) + len(self.training) - self._dedicated) * self._settings.slots
 
     def dedicated(self, rank: int) -> bool:
         """Whether a cell only ever trains: its engine is never routed, and its slots never count."""
@@ -167,7 +170,8 @@ class Fleet:
         self._emit(Supersede(rank, incarnation))
 
     def _left_training(self, cell: Cell) -> None:
-        _remove(self.training, cell.rank)
+        if _remove(self.training, cell.rank):
+            self._dedicated -= self.dedicated(cell.rank)
         self.arrived(cell.rank)
 
     def arrived(self, rank: int) -> None:
@@ -226,6 +230,7 @@ class Fleet:
         cell.goal = TRAINING
         self.bound.discard(cell.rank)
         self.training.append(cell.rank)
+        self._dedicated += self.dedicated(cell.rank)
         self.moving.append(cell.rank)
         if moves is not None:
             self.route({cell.rank: None}, moves)

@@ -29,18 +29,20 @@ class Ranges:
         for start, end in ranges:
             self._starts.append(start)
             self._ends.append(end)
+        self._count = sum(self._ends) - sum(self._starts)
 
     def __contains__(self, number: int) -> bool:
         i = bisect_right(self._starts, number) - 1
         return i >= 0 and number < self._ends[i]
 
     def __len__(self) -> int:
-        return sum(self._ends) - sum(self._starts)
+        return self._count
 
     def add(self, number: int) -> None:
         """Put a number in; it may be there."""
         if number in self:
             return
+        self._count += 1
         i = bisect_right(self._starts, number)
         joins_left = i > 0 and self._ends[i - 1] == number
         joins_right = i < len(self._starts) and self._starts[i] == number + 1

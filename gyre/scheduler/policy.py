@@ -191,7 +191,7 @@ class Elastic:
         busy_s = view.supply * view.group_work / count
         if busy_s >= max(view.to_training_s + view.to_rollout_s, min(queue_s, BUSY * view.execution_s)):
             return True
-        return queue_s >= WAVES * view.execution_s and feed(view, count) <= view.batch_groups / 4
+        return queue_s >= WAVES * view.execution_s and feed(view, count) <= view.batch_groups / 3
 
     @staticmethod
     def _keep_core(view: View) -> tuple[int, Decision]:

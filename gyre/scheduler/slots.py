@@ -7,13 +7,13 @@ any. Capacity is the size of all open places; what is free is capacity less what
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from gyre.errors import InvariantBroken
 
 
 class Slots:
-    """Places of one kind, by rank. Taking room at the least loaded place costs O(size of a place), releasing O(1)."""
+    """Places of one kind, by rank. Taking and releasing room cost O(log places), whatever the size of a place."""
 
     def __init__(self, preference: Callable[[int], tuple[int, int]]) -> None:
         """`preference` orders places of equal load; the lowest is taken first."""
@@ -23,6 +23,9 @@ class Slots:
         self._place: dict[int, int] = {}
         self._levels: list[list[tuple[tuple[int, int], int]]] = []  # per load: heap of places that may have that load
         self._listed: set[tuple[int, int]] = set()  # (load, rank) pairs in those heaps
+        self._lowest = 0  # no place that has room has a lower load
+        self._roomy: list[tuple[tuple[int, int], int]] = []  # heap of places that may have room, by preference alone
+        self._in_roomy: set[int] = set()
         self.capacity = 0
 
     def __contains__(self, rank: int) -> bool:
@@ -72,7 +75,8 @@ class Slots:
 
     def take(self, n: int) -> int | None:
         """Hold room for execution n at the least loaded open place; returns its rank, or None where all are full."""
-        for load, heap in enumerate(self._levels):
+        while self._lowest < len(self._levels):
+            load, heap = self._lowest, self._levels[self._lowest]
             while heap:
                 rank = heap[0][1]
                 if rank in self._size and len(self._held[rank]) == load < self._size[rank]:
@@ -80,6 +84,7 @@ class Slots:
                     return rank
                 heapq.heappop(heap)
                 self._listed.discard((load, rank))
+            self._lowest += 1
         return None
 
     def take_at(self, n: int, rank: int) -> None:
@@ -113,17 +118,35 @@ class Slots:
         left = iter(executions)
         n = next(left, None)
         for rank in order:
+            if n is None:
+                break
             while n is not None and len(self._held[rank]) < self._size[rank]:
                 self.take_at(n, rank)
                 places[n] = rank
                 n = next(left, None)
         return places
 
+    def with_room(self) -> Iterator[int]:
+        """Open places that have room, in the order of preference, for `spread`: each one until it has none left."""
+        while self._roomy:
+            rank = self._roomy[0][1]
+            if rank in self._size and len(self._held[rank]) < self._size[rank]:
+                yield rank
+            else:
+                heapq.heappop(self._roomy)
+                self._in_roomy.discard(rank)
+
     def _list(self, rank: int) -> None:
         load = len(self._held[rank])
-        if load < self._size[rank] and (load, rank) not in self._listed:
+        if load >= self._size[rank]:
+            return
+        self._lowest = min(self._lowest, load)
+        if (load, rank) not in self._listed:
             self._listed.add((load, rank))
             heapq.heappush(self._levels[load], (self._preference(rank), rank))
+        if rank not in self._in_roomy:
+            self._in_roomy.add(rank)
+            heapq.heappush(self._roomy, (self._preference(rank), rank))
 
     def check(self) -> None:
         """Raise `InvariantBroken` where the law does not hold; O(executions)."""

@@ -115,8 +115,8 @@ def test_plain_elastic_keeps_the_core(changes, code):
         ({"supply": 0}, 0),
         ({"w": 30}, 2),  # the queue lasts 50 s, and 3 groups keep 2 cells busy for 60
         ({"w": 45}, 1),  # 125 s; for 75 s, BUSY, one cell has work
-        ({"w": 60, "supply": 0, "batch_groups": 12}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
-        ({"w": 60, "supply": 0, "batch_groups": 11}, 0),
+        ({"w": 60, "supply": 0, "batch_groups": 9}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
+        ({"w": 60, "supply": 0, "batch_groups": 8}, 0),
         ({"group_work": None}, 0),
     ],
 )
