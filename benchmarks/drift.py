@@ -1,8 +1,8 @@
 """Elastic beside the best fixed streaming split on workloads that change: no split is right all the time.
 
 Durations are those of a trace of real agents, scaled. `growing`: the mean rollout grows eightfold over 24 batches;
-`phases`: four batches with a mean of 500 s, four with one of 2,400 s, and so on. A group's training work stays the same,
-half of the mean rollout work. All policies see the same groups in the same order.
+`phases`: four batches with a mean of 500 s, four with one of 2,400 s, and so on. A group's training work stays the
+same, half of the mean rollout work. All policies see the same groups in the same order.
 """
 
 from __future__ import annotations

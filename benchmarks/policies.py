@@ -1,8 +1,8 @@
 """Elastic beside the best fixed splits and colocation, in virtual time, on traces of real agents.
 
-For every trace, shape and lookahead: how many times faster elastic is than each of the others at equal lookahead, what it
-reaches of the ideal, and the mean staleness of each. Several seeds, each the mean over shuffles of the trace's groups; all
-policies see the same ones. `--quick` is one seed with few shuffles.
+For every trace, shape and lookahead: how many times faster elastic is than each of the others at equal lookahead, what
+it reaches of the ideal, and the mean staleness of each. Several seeds, each the mean over shuffles of the trace's
+groups; all policies see the same ones. `--quick` is one seed with few shuffles.
 """
 
 from __future__ import annotations

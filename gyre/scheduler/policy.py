@@ -95,7 +95,7 @@ def _supplied(view: View) -> Decision:
         return _no("taken", "the batch has taken all its groups")
     if view.supply_since is None:
         return _no("supply", f"{view.supply} ready groups, {view.threshold:g} are needed")
-    if view.now - view.supply_since < view.supply_hold:
+    if view.now < view.supply_since + view.supply_hold:
         return _no("hold", f"{view.supply} groups are ready, for less than {view.supply_hold:g} s yet")
     return _go("supplied", f"{view.supply} groups are ready")
 
@@ -148,7 +148,9 @@ class Elastic:
         A cells train on A cell-seconds of ready work. One more that joins after s seconds finds A - n * s of it left
         and does its share of 1 / (n + 1); the move is worth it when that exceeds what the way back will cost.
         """
-        if not self.gain or view.closing or view.remaining <= 0 or view.group_work is None:
+        # What is ready has to be trained on, however little it is, where nothing is to be had by waiting.
+        all_there = not view.w or (not view.training and view.supply >= view.remaining)
+        if not self.gain or view.closing or view.remaining <= 0 or view.group_work is None or all_there:
             return _supplied(view)
         work, n = view.supply * view.group_work, view.training
         share = (work - n * view.to_training_s) / (n + 1)
@@ -211,9 +213,9 @@ class Elastic:
         """Nothing to claim for as long as the way there and back takes, while executions wait for slots."""
         if not self.returns or view.dry_since is None or not view.queued:
             return _no("busy", "the update has work, or nobody waits for slots")
-        switches = view.to_training_s + view.to_rollout_s
-        if view.now - view.dry_since < switches:
-            return _no("dry", f"nothing to claim for less than {switches:.1f} s yet")
+        # In the very terms of `SchedulerState.wake_at`: what rounds differently there would not come true at that time.
+        if view.now < view.dry_since + view.to_training_s + view.to_rollout_s:
+            return _no("dry", "nothing to claim, for less than two switches yet")
         return _go("dry", f"nothing to claim for {view.now - view.dry_since:.1f} s, and {view.queued} executions wait")
 
 

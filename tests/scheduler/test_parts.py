@@ -93,6 +93,9 @@ def test_plain_elastic_moves(changes, code):
         ({**MEASURED, "supply": 0}, "worth"),
         ({**MEASURED, "supply": 1, "training": 2}, "go"),  # (40 - 2 * 8) / 3 = 8 > 4
         ({**MEASURED, "supply": 1, "training": 3}, "worth"),  # (40 - 3 * 8) / 4 = 4
+        ({**MEASURED, "group_work": 1.0, "w": 1}, "worth"),  # 3 s of work
+        ({**MEASURED, "group_work": 1.0, "w": 0, "supply_since": 9.0}, "go"),  # but nothing more will come
+        ({**MEASURED, "group_work": 1.0, "remaining": 3, "supply_since": 9.0}, "go"),  # the whole batch is there
     ],
 )
 def test_elastic_moves_for_what_a_move_gains(changes, code):
@@ -123,6 +126,13 @@ def test_plain_elastic_keeps_the_core(changes, code):
 def test_elastic_keeps_cells_that_have_work(changes, count):
     kept, decision = Elastic().keep(look(**{**MEASURED, "training": 7, "supply_since": None, **changes}))
     assert (kept, decision.yes) == (count, count > 0) and decision.reason
+
+
+def test_a_decision_that_was_due_at_a_time_is_taken_at_that_time():
+    """0.1 + 0.2 - 0.1 < 0.2 in floats: the sum that says when to look again is the one that is compared."""
+    assert Elastic.plain().move(look(now=0.1 + 0.2, supply_since=0.1, supply_hold=0.2)).yes
+    assert Elastic().give_back(look(**{**MEASURED, "to_training_s": 0.1, "to_rollout_s": 0.2, "queued": 1,
+                                       "dry_since": 0.3, "now": 0.3 + 0.1 + 0.2})).yes  # fmt: skip
 
 
 @pytest.mark.parametrize(
