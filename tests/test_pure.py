@@ -23,6 +23,7 @@ MUST_BE_PURE = {
     "gyre.launch.plan",
     "gyre.launch.script",
     "gyre.proxy.routing",
+    "gyre.proxy.sound",
     "gyre.timeline",
     "gyre.timeline_cells",
     "gyre.simulate.workload",

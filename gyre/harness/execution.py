@@ -253,7 +253,7 @@ class Try:
 
     def _outcome(self, spec: dict[str, Any], ending: Ending, counts: dict[str, Any]) -> dict[str, Any]:
         value = ending.score.value
-        reasons = [ending.reason, "" if value is not None else ending.score.reason]
+        reasons = [counts.pop("fault", ""), ending.reason, "" if value is not None else ending.score.reason]
         return {
             "n": self.n,
             "try": self.number,

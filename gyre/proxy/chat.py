@@ -78,6 +78,11 @@ class ChatRequest:
         return bool(self.body.get("include_stop_str_in_output"))
 
     @property
+    def hides_reasoning(self) -> bool:
+        """Whether the client wants an answer without its reasoning."""
+        return self.body.get("include_reasoning") is False
+
+    @property
     def buffered(self) -> bool:
         """Whether a streaming client is answered only when the answer is whole, because it may have to start over."""
         return not self.continuable
@@ -189,7 +194,8 @@ def parse(body: Any, parsed: bool = False) -> ChatRequest:
 def first_leg(request: ChatRequest) -> Json:
     """The body of the first request to an engine: the client's, as a token stream, with nothing left to defaults."""
     body = {key: value for key, value in request.body.items() if value is not None}
-    for key in ("model", "stream_options", "top_logprobs"):
+    # Without its reasoning an engine would keep the tokens of an answer to itself; what is not asked for is not shown.
+    for key in ("model", "stream_options", "top_logprobs", "include_reasoning"):
         body.pop(key, None)
     for key, value in _NEUTRAL.items():
         body.setdefault(key, value)

@@ -37,6 +37,7 @@ class Counts:
     masked: int = 0  # of these, not to be trained on
     oldest_version: int = -1
     held_seconds: float = 0.0
+    fault: str = ""  # why the last request that was lost has no answer
 
 
 class Execution:

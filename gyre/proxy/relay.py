@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
 import uuid
 from array import array
@@ -23,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from gyre.proxy import chat
+from gyre.proxy import chat, sound
 from gyre.proxy.chat import ChatRequest, Choice, Json
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.recorder import CallRecord, Span
@@ -33,8 +32,8 @@ from gyre.proxy.upstream import Broken, Moved, Refused, headers, stream
 
 log = logging.getLogger(__name__)
 
-#: Answers of engines in a row that were server errors, without a token between them, after which a client is told.
-#: An engine that cannot be reached never counts: requests that no engine can take are held.
+#: Legs of a request that ended in anything but a sound answer or a move, without a further token between them, after
+#: which the client is told. An engine that cannot be reached never counts: requests that no engine can take are held.
 MAX_FAILURES = 30
 #: A request that an engine has not begun to answer for so long counts as held: its gate may have parked it for a
 #: change of weights, or its engine has no room.
@@ -88,6 +87,7 @@ class Relay:
         self._held_at_start = execution.held_seconds
         self._legs = 0
         self._rerouted = self._continued = self._restarted = False
+        self.fault = ""  # the last thing that an engine did wrong
 
     # -- the whole request -------------------------------------------------------------------------------------------
     async def run(self) -> Json:
@@ -108,7 +108,7 @@ class Relay:
 
     async def _until_whole(self) -> None:
         failed: Route | None = None
-        pause, failures = _FIRST_PAUSE, 0
+        pause, failures, most = _FIRST_PAUSE, 0, 0
         while not self._whole:
             with self._execution.hold():
                 route = await self._board.route(self._execution.number, failed, pause)
@@ -120,16 +120,24 @@ class Relay:
                 await self._leg(route)
                 continue
             except Moved:
-                failures = 0
-            except (Broken, TimeoutError) as error:
-                log.info("execution %d: engine %d: %s", self._execution.number, route.engine, error or "left")
-                failures += isinstance(error, Broken) and error.answered
-            if len(self._choices[0].sampled) > kept:
-                pause, failures = _FIRST_PAUSE, 0
+                pass
+            except (Broken, sound.Unsound, TimeoutError) as error:
+                log.info("execution %d: engine %d: %s", self._execution.number, route.engine, str(error) or "left")
+                if isinstance(error, sound.Unsound) or (isinstance(error, Broken) and error.reached):
+                    failures += 1
+                    self.fault = f"engine {route.engine}: {error}"
+            # Of an answer that starts over only more tokens than ever are a step forward.
+            if (sampled := sum(len(choice.sampled) for choice in self._choices)) > most:
+                pause, failures, most = _FIRST_PAUSE, 0, sampled
             if failures >= MAX_FAILURES:
-                raise Refused(502, json.dumps(chat.error("the engines fail", "server_error", "engine_failed")).encode())
+                raise self._given_up(failures)
             pause = min(_LONGEST_PAUSE, 2 * pause) if failed and failed.same_place(route) else _FIRST_PAUSE
             failed = route
+
+    def _given_up(self, failures: int) -> Refused:
+        self.fault = f"no sound answer in {failures} tries, the last from {self.fault}"
+        log.error("execution %d: %s", self._execution.number, self.fault)
+        return Refused(502, json.dumps(chat.error(self.fault, "server_error", "engine_failed")).encode())
 
     @property
     def _whole(self) -> bool:
@@ -182,42 +190,35 @@ class Relay:
 
     # -- pieces of answers -------------------------------------------------------------------------------------------
     async def _take_chat(self, event: Json, spans: list[Span]) -> None:
-        if prompt := event.get("prompt_token_ids"):
-            self._prompt = array("i", prompt)
-        for piece in event.get("choices") or ():
-            if piece.get("finish_reason") == "abort":
-                raise Moved("aborted")
-            index, delta = piece["index"], piece.get("delta") or {}
-            choice = self._choices[index]
-            values, entries = chat.chat_logprobs(piece)
-            self._demand_sound(spans[index], piece, values)
-            self._sample(choice, spans[index], piece, values, entries)
+        prompt, pieces = sound.read(event, len(self._choices), chat.chat_logprobs)
+        self._prompt = prompt or self._prompt
+        for piece in pieces:
+            choice, delta = self._choices[piece.index], piece.delta
+            self._demand_sound(spans[piece.index], piece)
+            if self._request.hides_reasoning:
+                delta = {key: value for key, value in delta.items() if not key.startswith("reasoning")}
+            self._sample(choice, spans[piece.index], piece)
             choice.merge(delta)
             if self._live:
                 shown = {key: value for key, value in delta.items() if key != "role" and value is not None}
-                await self._show_piece(index, shown, piece, entries)
+                await self._show_piece(piece.index, shown, piece.raw, piece.entries)
 
     async def _take_completion(self, event: Json, spans: list[Span]) -> None:
-        for piece in event.get("choices") or ():
-            if piece.get("finish_reason") == "abort":
-                raise Moved("aborted")
-            values, entries = chat.completion_logprobs(piece, self._request.top_logprobs)
-            self._demand_sound(spans[0], piece, values)
-            text = self._own_text(piece, values, entries)
-            self._sample(self._choices[0], spans[0], piece, values, entries)
+        _, pieces = sound.read(event, 1, lambda piece: chat.completion_logprobs(piece, self._request.top_logprobs))
+        for piece in pieces:
+            self._demand_sound(spans[0], piece)
+            text = self._own_text(piece.raw, piece.values, piece.entries)
+            self._sample(self._choices[0], spans[0], piece)
             self._choices[0].merge({"content": text})
             if self._live:
-                await self._show_piece(0, {"content": text}, piece, entries)
+                await self._show_piece(0, {"content": text}, piece.raw, piece.entries)
 
-    def _demand_sound(self, span: Span, piece: Json, values: list[float]) -> None:
-        """Refuse tokens that cannot be recorded, before anything is made of them."""
-        tokens = piece.get("token_ids") or []
-        if len(tokens) != len(values):
-            raise Broken(f"{len(tokens)} tokens with {len(values)} log-probabilities")
-        if not all(value is not None and math.isfinite(value) for value in values):
-            # Its logits were no numbers: nothing can be trained on this, and another try may well be right.
-            log.error("execution %d: engine %d: log-probabilities %s", self._execution.number, span.engine, values)
-            raise Broken("log-probabilities that are no numbers", answered=True)
+    def _demand_sound(self, span: Span, piece: sound.Piece) -> None:
+        """Refuse tokens that cannot be recorded, before anything is made of them: another try may well be right."""
+        echoed = bool(self._request.body.get("echo"))
+        if fault := sound.fault(piece, bool(self._prompt), span.tokens > 0 or echoed):
+            log.error("execution %d: engine %d: %s", self._execution.number, span.engine, fault)
+            raise sound.Unsound(fault)
 
     def _own_text(self, piece: Json, values: list[float], entries: list[Json]) -> str:
         """Text of a continuation's tokens; a stop string cuts the piece short and finishes it."""
@@ -232,15 +233,14 @@ class Relay:
                 break
         return self._text.delta(finished=piece.get("finish_reason") is not None)
 
-    def _sample(self, choice: Choice, span: Span, piece: Json, values: list[float], entries: list[Json]) -> None:
-        tokens = piece.get("token_ids") or []
-        if tokens and not self._first_token:
+    def _sample(self, choice: Choice, span: Span, piece: sound.Piece) -> None:
+        if piece.tokens and not self._first_token:
             self._first_token = time.monotonic() - self._begun
-        choice.sample(span, tokens, values)
+        choice.sample(span, piece.tokens, piece.values)
         if self._request.logprobs:
-            choice.shown_logprobs.extend(entries)
-        if reason := piece.get("finish_reason"):
-            choice.finish(reason, piece.get("stop_reason"))
+            choice.shown_logprobs.extend(piece.entries)
+        if reason := piece.raw.get("finish_reason"):
+            choice.finish(reason, piece.raw.get("stop_reason"))
 
     async def _prepare_continuation(self) -> bool:
         """Make ready to go on after the tokens that are kept; False if they turn out to be the whole answer."""

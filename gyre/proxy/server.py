@@ -238,22 +238,30 @@ class Proxy:
             entry.counts.abandoned += 1
             return await self._say(stream, 410, chat.error("the execution is over", "invalid_request_error", "closed"))
         except Refused as error:
-            entry.counts.lost += error.status >= 500
-            entry.counts.refused += error.status < 500
+            if error.status < 500:
+                entry.counts.refused += 1
+            else:
+                self._lost(entry, relay.fault)
             return await self._say(stream, error.status, _json(error.body))
         except TimeoutError:
-            entry.counts.lost += 1
-            return await self._say(stream, 504, chat.error("no engine answered in time", "server_error", "timeout"))
+            fault = f"no engine answered in {self._settings.request_timeout:g} s"
+            self._lost(entry, f"{fault}; last, {relay.fault}" if relay.fault else fault)
+            return await self._say(stream, 504, chat.error(entry.counts.fault, "server_error", "timeout"))
         except (asyncio.CancelledError, ConnectionError):
             entry.counts.abandoned += 1
             raise
         except Exception:  # a fault of ours must not look like an answer
             log.exception("execution %d: a request failed", entry.number)
-            entry.counts.lost += 1
+            self._lost(entry, "internal fault of the proxy")
             return await self._say(stream, 500, chat.error("internal fault of the proxy", "server_error", "internal"))
         finally:
             if stream:
                 self._streams.discard(stream)
+
+    @staticmethod
+    def _lost(entry: Execution, fault: str) -> None:
+        entry.counts.lost += 1
+        entry.counts.fault = fault
 
     async def _say(self, stream: EventStream | None, status: int, error: Any) -> web.StreamResponse:
         """Answer with an error, in the stream where one has begun."""

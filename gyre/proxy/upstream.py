@@ -20,11 +20,11 @@ class Moved(Exception):
 
 
 class Broken(Exception):
-    """The engine failed, or the connection to it; `answered` when it said so itself."""
+    """The engine failed, or what it said is no answer; `reached` is False where no connection to it came about."""
 
-    def __init__(self, message: str, answered: bool = False) -> None:
+    def __init__(self, message: str, reached: bool = True) -> None:
         super().__init__(message)
-        self.answered = answered
+        self.reached = reached
 
 
 class Closed(Exception):
@@ -62,7 +62,7 @@ async def _raise_for(response: aiohttp.ClientResponse) -> None:
             raise Closed
     # 401 and 403 concern the run's own key, 404 the engine's routes, 429 its load: nothing a client can change.
     if response.status >= 500 or response.status in (401, 403, 404, 408, 429):
-        raise Broken(f"status {response.status}: {body[:200]!r}", answered=True)
+        raise Broken(f"status {response.status}: {body[:200]!r}")
     raise Refused(response.status, body)
 
 
@@ -90,11 +90,11 @@ def _event(block: bytes) -> tuple[str, bytes]:
     return name, data
 
 
-def _in_stream_error(error: dict[str, Any]) -> Exception:
-    status = error.get("code")
+def _in_stream_error(error: Any) -> Exception:
+    status = error.get("code") if isinstance(error, dict) else None
     if isinstance(status, int) and 400 <= status < 500:
         return Refused(status, json.dumps({"error": error}).encode())
-    return Broken(f"error in the stream: {str(error)[:200]}", answered=True)
+    return Broken(f"error in the stream: {str(error)[:200]}")
 
 
 async def stream(
@@ -125,9 +125,13 @@ async def stream(
                     return
                 if data:
                     chunk = json.loads(data)
-                    if "error" in chunk:
+                    if not isinstance(chunk, dict):
+                        raise Broken(f"an event that is no object: {data[:200]!r}")
+                    if chunk.get("error"):
                         raise _in_stream_error(chunk["error"])
                     yield chunk
         raise Broken("the stream ended early")
-    except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise Broken(f"{type(error).__name__}: {error}", reached=False) from error
+    except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError, ValueError, RecursionError) as error:
         raise Broken(f"{type(error).__name__}: {error}") from error

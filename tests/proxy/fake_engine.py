@@ -64,10 +64,32 @@ def logprob(position: int, token: int) -> float:
     return -0.001 * position - 0.01 * (token % 7)
 
 
+#: Words that are no answer, as an engine may send them after an answer's beginning.
+UNSOUND = {
+    "no json": b"{",
+    "a list": b"[]",
+    "no choice": b'{"choices": [{"index": 7, "delta": {"content": "x"}, "token_ids": []}]}',
+    "no pieces": b'{"choices": "none"}',
+    "no numbers": b'{"choices": [{"index": 0, "delta": {}, "token_ids": ["x"], '
+    b'"logprobs": {"content": [{"logprob": -1.0}], "token_logprobs": [-1.0]}}]}',
+    "a huge token": b'{"choices": [{"index": 0, "delta": {}, "token_ids": [4294967296], '
+    b'"logprobs": {"content": [{"logprob": -1.0}], "token_logprobs": [-1.0]}}]}',
+    "no logprobs": b'{"choices": [{"index": 0, "delta": {"content": "x"}, "text": "x", "token_ids": [5]}]}',
+    "no logprob": b'{"choices": [{"index": 0, "delta": {}, "token_ids": [5], "logprobs": {"content": [{}]}}]}',
+    "a word as logprob": b'{"choices": [{"index": 0, "delta": {}, "token_ids": [5], '
+    b'"logprobs": {"content": [{"logprob": "x"}], "token_logprobs": ["x"]}}]}',
+    "no tokens": b'{"choices": [{"index": 0, "delta": {"content": "x"}, "text": "x", "finish_reason": "stop"}]}',
+    "aborted": b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}',
+    "an error": b'{"error": "so it is"}',
+    "the end": b"[DONE]",
+    "nothing": b"",
+}
+
+
 @dataclass
 class Fault:
     """What happens to the next request: after `tokens` tokens, `how` (moved, drop, error, stall, nan: a token whose
-    log-probability is no number), or at once (refused, closed, 500, 400)."""
+    log-probability is no number, or one of `UNSOUND`), or at once (refused, closed, 500, 400)."""
 
     how: str
     tokens: int = 0
@@ -189,6 +211,9 @@ class FakeEngine:
                     return response
                 if how == "stall":
                     await asyncio.sleep(3600)
+                if how in UNSOUND:
+                    await response.write(b"data: " + UNSOUND[how] + b"\n\n")
+                    return response
                 if how == "nan":
                     await self.piece(send, body, chat, tokens[at : at + 1], None, "?", None, None)
                     return response
