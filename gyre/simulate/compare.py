@@ -133,13 +133,15 @@ def simulate(
     work = work_of(scenario, trace, groups)
     # Groups that are topped up after failures are further ones, from the beginning again.
     state = SchedulerState(settings, variant.policy, lambda number: id(groups[number % len(groups)]))
-    world = World(settings, lambda number: work[number % len(work)], scenario.costs, state, random, record).run()
+    free = ideal(settings, work)
+    costs = scenario.costs if scenario.costs.horizon_s else replace(scenario.costs, horizon_s=free)
+    world = World(settings, lambda number: work[number % len(work)], costs, state, random, record).run()
     tally = world.tally
     makespan = tally.committed_at[-1] if tally.committed_at else world.now
     return Result(
         makespan_s=makespan,
         bound_s=bound(settings, work),
-        ideal_s=ideal(settings, work),
+        ideal_s=free,
         updates=tally.updates,
         moves=tally.moves,
         staleness=tuple(tally.staleness),

@@ -67,7 +67,7 @@ class Costs:
     cell_failures: int = 0  # engines of satellites that fail over the run, at random times before `horizon_s`
     host_failures: int = 0
     restart_s: float = 120.0  # of a failed engine or host
-    horizon_s: float = 0.0
+    horizon_s: float = 0.0  # `compare` takes the time of the ideal where it is 0
 
     @property
     def random(self) -> bool:
@@ -164,6 +164,7 @@ class World:
         self._cells = {rank: _Cell(rank) for rank in range(settings.engines)}
         self._hosts = range(settings.engines, settings.engines + settings.hosts)
         self._host_incarnations = dict.fromkeys(self._hosts, 0)
+        self._hosts_down: set[int] = set()
         # executions
         self._where: dict[int, int] = {}  # execution -> engine
         self._left: dict[int, float] = {}  # held executions: slot seconds still to come
@@ -402,10 +403,14 @@ class World:
 
     # -- roles -------------------------------------------------------------------------------------------------------
     def _host_up(self, rank: int) -> None:
+        self._hosts_down.discard(rank)
         self._host_incarnations[rank] += 1
         self._say(e.RankReady(rank, self._host_incarnations[rank], f"host{rank}"))
 
     def _host_down(self, rank: int) -> None:
+        if rank in self._hosts_down:
+            return
+        self._hosts_down.add(rank)
         for n in [n for n, running in self._started.items() if running.host == rank]:
             self._forget(n)
         self._say(e.RankLost(rank, self._host_incarnations[rank], "simulated"))
@@ -555,6 +560,10 @@ class World:
         self._wake()
 
     def _stepped(self, update: int) -> None:
+        if self._again or self._busy:  # a member was lost meanwhile, and its micro-steps are done again
+            self._closing = False
+            self._wake()
+            return
         members = {str(rank): 1 for rank in self._members}
         self.tally.updates += 1
         metrics = {"seconds_compute": self._update_s / len(members)}
