@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", "print the summary of a run", None)
     report.add_argument("--html", metavar="OUT", help="also write its timeline to OUT, as one HTML file")
     _simulation(commands)
+    _planning(commands)
     prepare = add("prepare", "inside an allocation: print what slurm/gyre.sbatch runs", _OVERRIDES, "CONFIG|RUN_DIR")
     prepare.add_argument("--resume", action="store_true", help="go on with the run in RUN_DIR")
     ended = add("ended", "inside an allocation: the exit code of a job whose step ended with CODE", None)
@@ -83,6 +84,31 @@ def _simulation(commands: Any) -> None:
     option("--workers", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
     option("--json", metavar="OUT", help="write the figures to OUT")
     option("--html", metavar="OUT", help="write the first repeat of every policy to OUT, as one page")
+
+
+def _planning(commands: Any) -> None:
+    text = "say how to divide GPUs for a trace, by simulating what could be done with them"
+    option = commands.add_parser("plan", help=text, description=text, epilog="docs/plan.md says more").add_argument
+    option("--trace", required=True, metavar="FILE", help="executions' durations, as in docs/traces.md")
+    option("--gpus", type=int, required=True, help="all there are")
+    option("--min-gpus-per-cell", type=int, default=1, metavar="G", help="what the model needs at the least (1)")
+    option("--gpus-per-cell", metavar="G,G", help="sizes to try (powers of two up to 8 that divide --gpus)")
+    option("--slots", default="4,8,16", metavar="S,S", help="live executions to a GPU, to try (4,8,16)")
+    option("--batch-groups", metavar="B,B", help="groups of a batch, to try (powers of two around all slots)")
+    option("--lookahead", default="0,0.125,0.25,0.5,1", metavar="L,L", help="in batches, to try (0,0.125,0.25,0.5,1)")
+    option("--slowdown", type=float, default=0.02, help="of a GPU by each further live execution (0.02)")
+    option("--trace-slots", type=int, default=4, metavar="S", help="live executions to a GPU in the trace (4)")
+    option("--trace-gpus", type=int, default=1, metavar="G", help="GPUs of a cell in the trace, for its train_s (1)")
+    option("--train-ratio", type=float, help="training by rollout work at --trace-slots; without it, train_s")
+    option("--switch", default="8.5,3.5", metavar="TO,BACK", help="seconds of a move to training and back (8.5,3.5)")
+    option("--max-staleness", type=int, metavar="V", help="policy versions that no group may exceed")
+    option("--mean-staleness", type=float, metavar="V", help="policy versions that the mean may not exceed")
+    option("--tolerance", type=float, default=0.02, help="throughput given up for less staleness (0.02)")
+    option("--updates", type=int, default=4, help="batches of the largest size to measure finalists over (4)")
+    option("--repeats", type=int, default=3, help="shuffles of the trace's groups, of finalists (3)")
+    option("--seed", type=int, default=0, help="of the shuffles (0)")
+    option("--workers", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
+    option("--json", metavar="OUT", help="write all that was found to OUT")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -186,6 +212,12 @@ def _simulate(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from gyre.simulate.plan_command import run
+
+    return run(options)
+
+
 def _prepare(options: argparse.Namespace) -> int:
     from gyre.launch.prepare import prepare
 
@@ -207,6 +239,7 @@ _COMMANDS = {
     "watch": _watch,
     "report": _report,
     "simulate": _simulate,
+    "plan": _plan,
     "prepare": _prepare,
     "ended": _ended,
 }
