@@ -141,7 +141,8 @@ def measure(
     seconds = state.commits[last - 1] - state.commits[warm - 1]
     done = math.fsum(workload.gpu_seconds(order[group], spg) for group in state.taken[warm * batch : last * batch])
     stale = world.tally.staleness[warm * batch : last * batch]
-    rate = HOUR * done / workload.mean_gpu_seconds(spg) / seconds if seconds else workload.bound(gpus, spg)
+    trained = done / workload.mean_gpu_seconds(spg) if done else (last - warm) * batch  # none took any time: luck
+    rate = HOUR * trained / seconds if seconds else workload.bound(gpus, spg)
     return Figures(
         groups_per_hour=rate,
         staleness_mean=fmean(stale),

@@ -206,9 +206,9 @@ def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
     chosen = plan.chosen
     things = (
         ("lookahead", f"lookahead {chosen.lookahead:g}", "{:g}"),
-        ("batch_groups", f"batches of {_count(chosen.batch_groups, 'group')}", "{}"),
-        ("gpus_per_cell", f"cells of {_count(chosen.gpus_per_cell, 'GPU')}", "{}"),
-        ("slots_per_gpu", f"{_count(chosen.slots_per_gpu, 'slot')} to a GPU", "{}"),
+        ("batch_groups", f"batches of {count(chosen.batch_groups, 'group')}", "{}"),
+        ("gpus_per_cell", f"cells of {count(chosen.gpus_per_cell, 'GPU')}", "{}"),
+        ("slots_per_gpu", f"{count(chosen.slots_per_gpu, 'slot')} to a GPU", "{}"),
     )
     lines = []
     for thing, what, shape in things:
@@ -222,7 +222,10 @@ def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
                 f"{slots} cannot exceed {bound:.1f} groups an hour even if no GPU ever idled"
                 for slots, bound in sorted(plan.ruled_out.items())
             ]
-        lines.append(f"{what}: " + ("; ".join(parts) if parts else "nothing else was given to try"))
+        tried = getattr(choices, thing)
+        if thing in ("batch_groups", "slots_per_gpu") and getattr(chosen, thing) == tried[-1]:
+            parts.append("more was not tried")
+        lines.append(f"{what}: " + ("; ".join(parts) if parts else "nothing else was tried"))
     return lines
 
 
@@ -248,7 +251,8 @@ def _stale(figures: Figures) -> str:
     return f"{figures.staleness_mean:.2f} versions in the mean, {figures.staleness_max} at the most"
 
 
-def _count(number: int, thing: str) -> str:
+def count(number: int, thing: str) -> str:
+    """A number of things, in words."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 

@@ -222,22 +222,17 @@ def _print(
     console = Console(highlight=False)
     say = lambda text="": console.print(text, markup=False, soft_wrap=True)  # noqa: E731
     chosen, cells = found.chosen, bench.gpus // found.chosen.gpus_per_cell
-    say(f"{trace.name}: {len(trace.groups)} groups of {trace.size}, on {bench.gpus} GPUs")
+    say(f"{trace.name}: {len(trace.groups)} groups of {trace.size}, on {plan.count(bench.gpus, 'GPU')}")
     say(_assumptions(options))
     say()
     console.print(_table(bench, found))
-    say(
-        f"\n{found.tried} divisions were tried, {len(found.figures)} of them thoroughly. Use ",
-    )
-    say(f"{_cells(cells)} of {chosen.gpus_per_cell} GPUs and {chosen.slots} slots")
+    say(f"\n{found.tried} divisions were tried, {len(found.figures)} of them thoroughly. Use the one marked *:")
+    size, slots = plan.count(chosen.gpus_per_cell, "GPU"), plan.count(chosen.slots, "slot")
+    say(f"{plan.count(cells, 'cell')} of {size} and {slots}")
     for line in why:
         say(f"  {line}")
     say("\nIn the configuration:\n")
     say(yaml.safe_dump(sections, sort_keys=False).rstrip())
-
-
-def _cells(count: int) -> str:
-    return "1 cell" if count == 1 else f"{count} cells"
 
 
 def _assumptions(options: argparse.Namespace) -> str:
@@ -250,24 +245,15 @@ def _assumptions(options: argparse.Namespace) -> str:
 
 
 def _table(bench: Bench, found: Plan) -> Table:
-    table = Table(box=None)
-    for name in (
-        "cells",
-        "GPUs",
-        "slots",
-        "batch",
-        "lookahead",
-        "groups/h",
-        "x chosen",
-        "of bound",
-        "staleness",
-        "max",
-    ):
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in ("cells", "GPUs", "slots", "batch", "lookahead", "groups/h", "x *", "of bound", "staleness", "max"):
         table.add_column(name, justify="right")
     for candidate in plan.shortlist(found):
         figures = found.figures[candidate]
         bound = bench.workload.bound(bench.gpus, candidate.slots_per_gpu)
         table.add_row(
+            "*" if candidate == found.chosen else "",
             str(bench.gpus // candidate.gpus_per_cell),
             str(candidate.gpus_per_cell),
             str(candidate.slots),
