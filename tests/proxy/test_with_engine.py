@@ -105,6 +105,15 @@ async def without_interruption(place, bodies):
 
 
 async def moved_in_the_middle(place, bodies, expected):
+    """On a machine that is busy with other things a close may come too early or too late: then once more."""
+    for _ in range(5):
+        if await move_once(place, bodies, expected) >= len(bodies) // 2:
+            return
+    raise AssertionError("the test never closed the engine in the middle of most answers")
+
+
+async def move_once(place, bodies, expected):
+    """How many of the answers went on elsewhere."""
     numbers = [await place.register(0) for _ in bodies]
     asked = [asyncio.create_task(place.text(n, body)) for n, body in zip(numbers, bodies, strict=True)]
     while (await place.engines[0].status())["live"] < len(bodies):
@@ -122,8 +131,8 @@ async def moved_in_the_middle(place, bodies, expected):
         assert list(record.logprobs) == pytest.approx(list(whole.logprobs), abs=1e-4)
         if counts["continued"]:
             assert [span.engine for span in record.spans] == [0, 1] and all(span.tokens for span in record.spans)
-    assert continued >= len(bodies) // 2, "the test closed the engine too late to move anything"
     await place.open(0)
+    return continued
 
 
 async def new_weights_in_the_middle(place, body, text):
