@@ -9,7 +9,8 @@ else are one:
   a word added to each cell, which the world subtracts from the epochs it knows;
 * route versions begin anew with every word (that they rise within one is checked);
 * it is always 0 o'clock: time passes by a `("tick",)` at the moment the scheduler asked for, and clocks go back by as
-  much. How long the supply has lasted beyond its hold is forgotten;
+  much. How long something has lasted is forgotten beyond what it has to last;
+* nothing is measured: what the scheduler would measure is what the world says (`Measured`);
 * reasons (for people), stale entries of heaps and the order of dictionaries that are used as sets are dropped.
 """
 
@@ -37,7 +38,12 @@ LAG = 4
 #: Dictionaries whose order means something.
 ORDERED = {"held"}
 #: What is for people, or holds no state.
-SKIPPED = {"settings", "decision", "said", "_commands", "_settings", "_levels", "_listed", "_queue"}
+SKIPPED = {
+    "settings", "decision", "said", "_commands", "_settings", "_queue", "_emit", "emit", "measures",
+    "_measures", "policy",
+}  # fmt: skip
+#: What is a value as it is.
+PLAIN = {int, str, float, bool, type(None)}
 
 
 def event(word: Word) -> e.Event:
@@ -73,6 +79,28 @@ def event(word: Word) -> e.Event:
     raise AssertionError(word)
 
 
+class Measured:
+    """Measures that stay what they are."""
+
+    def __init__(self, slot_s: float, group_work: float, to_training_s: float, to_rollout_s: float) -> None:
+        """All in seconds; 0 for the first two: not measured."""
+        self.now = 0.0
+        self.slot_s, self.group_work = slot_s or None, group_work or None
+        self.to_training_s, self.to_rollout_s = to_training_s, to_rollout_s
+
+    def execution(self, group: int, seconds: float) -> None:
+        pass
+
+    def update(self, groups: int, cell_seconds: float) -> None:
+        pass
+
+    def moved(self, target: str, since: float) -> None:
+        pass
+
+    def expected(self, group: int) -> float | None:
+        return self.slot_s and self.slot_s + group % 2
+
+
 class Step(NamedTuple):
     """What a word led to."""
 
@@ -84,13 +112,16 @@ class Step(NamedTuple):
 class Memo:
     """All states of the scheduler that were met, by number."""
 
-    def __init__(self, settings: Settings, policy: Policy | None = None) -> None:
+    def __init__(
+        self, settings: Settings, policy: Policy | None = None, measured: tuple[float, float, float, float] = (0,) * 4
+    ) -> None:
         self._numbers: dict[bytes, int] = {}
         self._pickles: list[bytes] = []
         self._steps: dict[tuple[int, Word], Step] = {}
         self.ended: list[str] = []  # by number: how the attempt ended
         self.waits: list[bool] = []  # by number: whether time alone may lead to something
         state = SchedulerState(settings, policy)
+        state.measures = state.fleet._measures = Measured(*measured)
         state.executions.hosts._preference = _by_rank  # a lambda cannot be copied by pickling
         self.first = self._add(state, state.start(0.0))
 
@@ -127,8 +158,8 @@ class Memo:
         if number == len(self._pickles):
             self._pickles.append(pickle.dumps(state, -1))
             self.ended.append(state.ended)
-            until = state.wake_at()
-            self.waits.append(until is not None and until > 0)
+            self.waits.append(state.wake_at() is not None)
+        vars(state).clear()  # a state refers to itself, and a search cannot afford to look for such things
         return Step(number, tuple(x for x in commands if not isinstance(x, c.Log)), raised)
 
 
@@ -138,14 +169,21 @@ def normalise(state: SchedulerState, now: float) -> tuple[int, ...]:
     for cell in state.fleet.cells.values():
         raised.append(cell.epoch)
         cell.floor = max(cell.floor - cell.epoch, -LAG)
-        cell.epoch = 0
+        cell.epoch, cell.ordered_at = 0, 0.0
     state.fleet._routes = 0
     state.said, state.decision = None, Decision(False, "", "")
-    state.now = 0.0
+    state.now = state.measures.now = 0.0
+    state.lookahead._at, state.lookahead._idle, state.lookahead._total = None, 0.0, 0.0
+    state.lookahead._idle_cells = 0.0
+    if state.update.dry_since is not None:
+        switches = state.measures.to_training_s + state.measures.to_rollout_s
+        state.update.dry_since = max(state.update.dry_since - now, -switches)
     if state.supply.since is not None:
         state.supply.since = max(state.supply.since - now, -state.settings.supply_hold)
     executions = state.executions
-    executions._queue = sorted(executions._queued)
+    for execution in executions.open.values():
+        execution.granted_at = 0.0
+    executions._queue = sorted((executions.open[n].priority, n) for n in executions._queued)
     for slots in (executions.engines, executions.hosts):
         slots._levels, slots._listed = [[] for _ in slots._levels], set()
         for rank in sorted(slots):
@@ -161,16 +199,14 @@ def _digest(state: SchedulerState) -> bytes:
     return blake2b(marshal.dumps(_frozen(state), 2), digest_size=16).digest()
 
 
-def _frozen(thing: Any, name: str = "") -> Any:
+def _frozen(thing: Any, ordered: bool = False) -> Any:
     """A value of tuples that is the same for states that cannot be told apart."""
     kind = type(thing)
-    if kind in (int, str, float, bool, type(None)):
-        return thing
     if kind is dict:
-        items = thing.items() if name in ORDERED else sorted(thing.items())
-        return tuple([(key, _frozen(value)) for key, value in items])
+        items = thing.items() if ordered else sorted(thing.items())
+        return tuple([(key, value if type(value) in PLAIN else _frozen(value)) for key, value in items])
     if kind in (list, tuple, deque):
-        return tuple([_frozen(value) for value in thing])
+        return tuple([value if type(value) in PLAIN else _frozen(value) for value in thing])
     if kind in (set, frozenset):
         return tuple(sorted(thing))
     if isinstance(thing, Enum):
@@ -180,6 +216,11 @@ def _frozen(thing: Any, name: str = "") -> Any:
     if kind is Slots:
         return (_frozen(thing._size), _frozen(thing._held))
     if hasattr(kind, "__slots__"):
-        return tuple([_frozen(getattr(thing, slot)) for slot in kind.__slots__])
-    fields = getattr(thing, "__dict__", {})
-    return tuple([_frozen(v, k) for k, v in fields.items() if k not in SKIPPED and not callable(v)])
+        return tuple([getattr(thing, slot) for slot in kind.__slots__])
+    return tuple(
+        [
+            value if type(value) in PLAIN else _frozen(value, name in ORDERED)
+            for name, value in getattr(thing, "__dict__", {}).items()
+            if name not in SKIPPED
+        ]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from array import array
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Search:
 
     def __init__(self, small: Small, policy: Policy | None = None, limit: int = 10_000_000) -> None:
         self.small, self.limit = small, limit
-        self.memo = Memo(small.settings, policy)
+        self.memo = Memo(small.settings, policy, small.measured)
         self._envs: list[tuple] = []
         self._env_numbers: dict[tuple, int] = {}
         self._numbers: dict[tuple[int, int], int] = {}
@@ -66,7 +67,13 @@ class Search:
         Raises:
             Counterexample: an invariant does not hold, or a state does not lead to the end.
         """
-        began = time.perf_counter()
+        gc.disable()  # nothing here refers to itself, and there is much to look through
+        try:
+            return self._run(time.perf_counter())
+        finally:
+            gc.enable()
+
+    def _run(self, began: float) -> Found:
         env = Env.first(self.small)
         env.obey(self.memo.first)
         state = self.memo.first.state

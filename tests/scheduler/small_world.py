@@ -39,6 +39,9 @@ KINDS = (
 )  # fmt: skip
 
 
+#: Moves that tell the scheduler something.
+SAYING = {"start", "start host", "restarted", "word", "feeder", "loop", "end", "step", "claim", "part ends"}
+
 Label = tuple[Any, ...]
 
 
@@ -52,6 +55,7 @@ class Small:
     merged: bool = True
     all_states: bool = False
     whole_groups: bool = False
+    measured: tuple[float, float, float, float] = (0.0,) * 4  # see `memo.Measured`
     begun: bool = False  # the search starts when all ranks are ready
 
 
@@ -173,6 +177,16 @@ class Env:
 
         `waits`: whether the scheduler waits for time to pass.
         """
+        repeated = self.faults and "twice" in self.small.kinds
+        for label, sort in self._going_on(waits):
+            yield label, sort
+            if repeated and sort == SURE and label[0] in SAYING:
+                yield ("twice", label), FAULT
+        if self.faults:
+            for label in self._faults():
+                yield label, FAULT
+
+    def _going_on(self, waits: bool) -> Iterator[tuple[Label, int]]:
         if waits:
             yield ("time",), SURE
         for rank, cell in enumerate(self.cells):
@@ -189,9 +203,6 @@ class Env:
         for i in range(len(self.late)):
             yield ("late", i), LUCK
         yield from self._endings()
-        if self.faults:
-            for label in self._faults():
-                yield label, FAULT
 
     def _cell_moves(self, rank: int, cell: Cell) -> Iterator[tuple[Label, int]]:
         if not cell.alive:
@@ -269,10 +280,6 @@ class Env:
                 yield "engine fails", rank
             if rank and "part" in kinds and cell.joined and self._member(rank, cell):
                 yield "part fails", rank
-            if "twice" in kinds and cell.words:
-                yield "twice", rank
-        if "twice" in kinds and self.feeder:
-            yield "twice", -1
         for i, host in enumerate(self.hosts):
             if host.alive and "host" in kinds:
                 yield "host dies", i
@@ -553,9 +560,10 @@ class Env:
         self._set(rank, joined=False, orders=cell.orders[1:])
         return self._say(rank, ("ended", rank, cell.incarnation, update, "failed"))
 
-    def _twice(self, rank: int) -> list[Word]:
+    def _twice(self, label: Label) -> list[Word]:
+        """A word is heard again, at any time."""
         self.faults -= 1
-        words = self._feeder() if rank < 0 else self._word(rank)
+        words = self.make(label)
         self.late = tuple(sorted((*self.late, *words)))
         return words
 
@@ -705,6 +713,9 @@ class Env:
 
     def _route(self, route: c.Route, raised: tuple[int, ...]) -> None:
         for rank, entry in route.engines.items():
+            cell = self.cells[rank]
+            if entry is not None and cell.alive and cell.state != "RESTARTING":  # 6, but for a failure not heard of yet
+                assert cell.state == "ROLLOUT" and cell.version >= entry.policy, f"cell {rank} is routed: {cell}"
             self.routes[rank] = None if entry is None else entry.epoch - raised[rank]
         moved = {move.n: -1 if move.engine is None else move.engine for move in route.moves}
         if moved:
