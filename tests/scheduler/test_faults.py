@@ -5,6 +5,7 @@ import pytest
 from gyre import events as e
 from gyre.errors import InvariantBroken, UserError
 from gyre.scheduler import commands as c
+from gyre.scheduler.policy import Elastic
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from tests.scheduler.hand import Hand
@@ -341,3 +342,24 @@ def test_crashes_anywhere_lose_nothing_and_train_on_nothing_twice(seed):
         world = world.crashed(seed + 100 * crash, lost_specs=seed % 4).start()
     world.run()
     assert world.ended.how == "completed", world.ended
+
+
+# -- counterexamples of the search over every order of events, to rules that are there because of them ----------------
+def test_a_satellite_that_moves_with_the_core_comes_back_when_the_core_fails_on_the_way():
+    hand = Hand(cells=2, slots=4, policy=Elastic()).begin()
+    hand.close(*range(4))
+    assert hand.state.fleet.moving == [0, 1]
+    hand.reach(1, "TRAINING")
+    hand.say(e.RoleReached(0, 1, hand.order(0).epoch, "FAILED"))
+    assert [(o.rank, o.target) for o in hand.of(c.OrderRole)] == [(1, "rollout")]
+    assert hand.state.fleet.training == []
+
+
+def test_an_earlier_rollout_heard_again_does_not_route_a_cell_that_is_on_its_way_back():
+    hand = Hand(cells=2, slots=4, policy=Elastic()).begin()
+    first = hand.order(1).epoch
+    hand.close(*range(4))
+    hand.reach(1, "TRAINING")
+    hand.say(e.RoleReached(0, 1, hand.order(0).epoch, "FAILED"))
+    assert hand.say(e.RoleReached(1, 1, first, "ROLLOUT", version=0)) == []
+    assert not hand.state.fleet.cells[1].routed
