@@ -3,7 +3,8 @@
 The *bound* is the work over the cells: no run can be faster, whatever its order. The *ideal* keeps the quotas and the
 order of dispatch, and lets every slot switch for free between an execution and its share, 1 / slots, of a training
 cell, rollout first. It falls short of the bound only where one execution is longer than the rest of its batch. A policy
-that grants executions in a better order than that of dispatch can be faster than the ideal.
+that grants executions in a better order than that of dispatch can be faster than the ideal, and so, now and then, can
+one that trains while the ideal still executes: its next quota is dispatched sooner. With one quota, nothing is.
 """
 
 from __future__ import annotations
