@@ -26,6 +26,8 @@ MUST_BE_PURE = {
     "gyre.proxy.sound",
     "gyre.timeline",
     "gyre.timeline_cells",
+    "gyre.simulate.candidate",
+    "gyre.simulate.plan",
     "gyre.simulate.workload",
     "gyre.training.ledger",
     "gyre.training.packing",

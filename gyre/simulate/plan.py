@@ -202,18 +202,19 @@ def near_balance(cells: int, rollout_share: float) -> list[int]:
 
 # -- in words --------------------------------------------------------------------------------------------------------
 def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
-    """Why the chosen one, thing by thing, each against what is one step away."""
+    """Why the chosen one: against the fastest, and then thing by thing against what is one step away."""
     chosen = plan.chosen
+    fastest = max(one.groups_per_hour for one in plan.figures.values() if limits.keeps(one))
     things = (
         ("lookahead", f"lookahead {chosen.lookahead:g}", "{:g}"),
         ("batch_groups", f"batches of {count(chosen.batch_groups, 'group')}", "{}"),
         ("gpus_per_cell", f"cells of {count(chosen.gpus_per_cell, 'GPU')}", "{}"),
         ("slots_per_gpu", f"{count(chosen.slots_per_gpu, 'slot')} to a GPU", "{}"),
     )
-    lines = []
+    lines = [_headline(plan.best, fastest, limits)]
     for thing, what, shape in things:
         parts = [
-            f"{shape.format(getattr(other, thing))} {_against(plan.figures[other], plan.best, limits)}"
+            f"{shape.format(getattr(other, thing))} {_against(plan.figures[other], plan.best, fastest, limits)}"
             for other in sorted(choices.neighbours(chosen))
             if getattr(other, thing) != getattr(chosen, thing) and other in plan.figures
         ]
@@ -229,7 +230,17 @@ def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
     return lines
 
 
-def _against(other: Figures, chosen: Figures, limits: Limits) -> str:
+def _headline(best: Figures, fastest: float, limits: Limits) -> str:
+    rate = f"{best.groups_per_hour:.1f} groups an hour at a staleness of {_stale(best)}"
+    behind = 100 * (1 - best.groups_per_hour / fastest)
+    if behind < 0.05:
+        return f"{rate}: nothing that was tried is faster"
+    return (
+        f"{rate}: the fastest trains {fastest:.1f}; of those within {100 * limits.tolerance:g} % of it, the least stale"
+    )
+
+
+def _against(other: Figures, chosen: Figures, fastest: float, limits: Limits) -> str:
     """What taking another one would change."""
     percent = 100 * (other.groups_per_hour / chosen.groups_per_hour - 1)
     speed = "would be as fast" if abs(percent) < 0.5 else f"would be {abs(percent):.0f} % {_faster(percent)}"
@@ -237,7 +248,10 @@ def _against(other: Figures, chosen: Figures, limits: Limits) -> str:
         return f"{speed} and too stale ({_stale(other)})"
     now, then = chosen.staleness_mean, other.staleness_mean
     if abs(then - now) < STALENESS_STEP:
-        return f"{speed}, no less stale" if abs(percent) < 0.5 else speed
+        return speed
+    behind = 1 - other.groups_per_hour / fastest
+    if then < now and limits.tolerance < behind and percent > -100 * limits.tolerance:
+        speed += f", {100 * behind:.1f} % behind the fastest,"
     if then < now or now < STALENESS_STEP:
         return f"{speed} with a staleness of {then:.2f} in place of {now:.2f}"
     return f"{speed} at {then / now:.1f} x the staleness"

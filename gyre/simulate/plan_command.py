@@ -245,7 +245,7 @@ def _assumptions(options: argparse.Namespace) -> str:
 
 
 def _table(bench: Bench, found: Plan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
     for name in ("cells", "GPUs", "slots", "batch", "lookahead", "groups/h", "x *", "of bound", "staleness", "max"):
         table.add_column(name, justify="right")

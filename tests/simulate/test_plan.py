@@ -136,14 +136,14 @@ def test_what_is_chosen_is_within_the_limits_and_the_tolerance(
     assert set(near) <= found.figures.keys(), "all that the reasons compare with was looked at"
     assert found.chosen in plan.shortlist(found)
     lines = plan.reasons(found, CHOICES, accepted)
-    assert len(lines) == 4 and all("\n" not in line for line in lines)
+    assert len(lines) == 5 and all("\n" not in line for line in lines)
 
 
 def test_slots_that_cannot_reach_what_was_seen_are_not_tried() -> None:
     told = Told(0, [Figures(50.0, 0.0, 0, 1.0)])
     found = search(CHOICES, lambda slots: {4: 40.0, 8: 60.0}[slots], told, Limits())
     assert found.ruled_out == {4: 40.0} and not any(c.slots_per_gpu == 4 for c, _ in told.asked)
-    assert "4 cannot exceed 40.0 groups an hour even if no GPU ever idled" in plan.reasons(found, CHOICES, Limits())[3]
+    assert "4 cannot exceed 40.0 groups an hour even if no GPU ever idled" in plan.reasons(found, CHOICES, Limits())[4]
 
 
 def chosen_of(rates: dict[float, tuple[float, float]], **accepted: float) -> Plan:
@@ -160,7 +160,11 @@ def test_of_those_that_are_fast_enough_the_least_stale_one() -> None:
     rates = {0.0: (80.0, 0.0), 0.25: (99.0, 0.25), 0.5: (100.0, 0.5)}
     found = chosen_of(rates)
     assert found.chosen.lookahead == 0.25
-    line = plan.reasons(found, Choices((1,), (4,), (8,), tuple(rates)), Limits())[0]
+    first, line, *_ = plan.reasons(found, Choices((1,), (4,), (8,), tuple(rates)), Limits())
+    assert first == (
+        "99.0 groups an hour at a staleness of 0.25 versions in the mean, 0 at the most: "
+        "the fastest trains 100.0; of those within 2 % of it, the least stale"
+    )
     assert line == (
         "lookahead 0.25: 0 would be 19 % slower with a staleness of 0.00 in place of 0.25; "
         "0.5 would be 1 % faster at 2.0 x the staleness"
