@@ -83,38 +83,47 @@ class Measures:
 
 
 class Lookahead:
-    """How much lookahead is used: all that is configured, or as little as keeps cells from idling for want of
-    executions.
+    """How much lookahead is used: all that is configured, or as little as seldom lets cells idle.
 
     The idle time that more executions would have filled is added up over a burst: of slots, and of cells in training,
-    while the queue is empty and no group is ready. Above `MUCH` of all cell time the lookahead rises, below `LITTLE` it
-    falls.
+    while the queue is empty and no group is ready. A burst that lost more than `MUCH` of all cell time raises the
+    lookahead by `UP` batches, any other lowers it by `DOWN`; so about one burst in UP / DOWN idles.
     """
 
-    #: Fractions of the cells' time, and the step in batches.
-    MUCH, LITTLE, STEP = 0.04, 0.02, 0.125
+    START, MUCH, UP, DOWN = 0.25, 0.02, 0.125, 1 / 128
 
     def __init__(self, most: float, adapt: bool) -> None:
-        self.value = most
+        self.value = min(most, self.START) if adapt else most
         self._most = most
         self._adapt = adapt
         self._at: float | None = None
-        self._idle_cells = 0.0
+        self._slots = 0.0
+        self._trainers = 0
+        self._dry_since: float | None = None
         self._idle = 0.0
         self._total = 0.0
 
-    def observe(self, now: float, idle_cells: float, cells: int) -> None:
-        """From now on so many of the cells idle for want of executions."""
+    def observe(self, now: float, cells: int, slots: float, trainers: int, dry_since: float | None) -> None:
+        """Take note of what is idle from now on.
+
+        Args:
+            now: seconds.
+            cells: that live.
+            slots: free ones that more executions would fill, in cells' worth.
+            trainers: cells in the update, which are idle from `dry_since` on; None: they are not.
+            dry_since: may lie ahead.
+        """
         if self._at is not None:
-            self._idle += (now - self._at) * self._idle_cells
+            self._idle += (now - self._at) * self._slots
+            if self._dry_since is not None:
+                self._idle += max(0.0, now - max(self._at, self._dry_since)) * self._trainers
             self._total += (now - self._at) * cells
-        self._at, self._idle_cells = now, idle_cells
+        self._at, self._slots, self._trainers, self._dry_since = now, slots, trainers, dry_since
 
     def burst(self) -> float:
         """A burst begins: the lookahead for its quota."""
         if self._adapt and self._total:
-            idle = self._idle / self._total
-            step = self.STEP if idle > self.MUCH else -self.STEP if idle < self.LITTLE else 0.0
-            self.value = min(self._most, max(0.0, self.value + step))
+            change = self.UP if self._idle > self.MUCH * self._total else -self.DOWN
+            self.value = min(self._most, max(0.0, self.value + change))
         self._idle = self._total = 0.0
         return self.value

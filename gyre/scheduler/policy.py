@@ -105,8 +105,10 @@ BUSY, WAVES = 0.75, 1.5
 
 
 def feed(view: View, count: int) -> int:
-    """Groups that `count` cells train on in the time of an execution."""
-    return ceil(count * view.execution_s / view.group_work) if view.execution_s and view.group_work else 0
+    """Groups that `count` cells train on in the time of an execution, at the most a batch."""
+    if not (view.execution_s and view.group_work):
+        return 0
+    return ceil(min(view.batch_groups, count * view.execution_s / view.group_work))
 
 
 @dataclass(frozen=True)

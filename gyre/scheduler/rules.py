@@ -78,16 +78,11 @@ def observe(state: SchedulerState, now: float) -> None:
         # The group that was taken last is still being trained on.
         rest = (state.measures.group_work or 0.0) / len(update.joined) if update.taken and update.joined else 0.0
         update.dry_since = now + rest
-    state.lookahead.observe(now, _idle(state, now), len(state.fleet.lives))
-
-
-def _idle(state: SchedulerState, now: float) -> float:
-    """Cells' worth of slots and trainers that idle because nothing is queued and nothing is ready."""
-    if state.executions.queued or state.groups.ready or not state.batch.remaining:
-        return 0.0
-    dry = state.update.dry_since
-    trainers = len(state.update.joined) if dry is not None and dry <= now else 0
-    return trainers + state.executions.engines.free / state.settings.slots
+    if state.executions.queued or ready or not remaining:
+        state.lookahead.observe(now, len(state.fleet.lives), 0.0, 0, None)
+    else:
+        free = state.executions.engines.free / state.settings.slots
+        state.lookahead.observe(now, len(state.fleet.lives), free, len(update.joined), update.dry_since)
 
 
 # -- dispatching -----------------------------------------------------------------------------------------------------

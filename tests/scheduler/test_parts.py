@@ -13,6 +13,7 @@ from gyre.scheduler import commands as c
 from gyre.scheduler.burst import Batch, split
 from gyre.scheduler.generations import Generation
 from gyre.scheduler.groups import Groups, Ranges
+from gyre.scheduler.measures import Lookahead
 from gyre.scheduler.policy import Async, Colocate, Elastic, View
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.slots import Slots
@@ -163,6 +164,18 @@ def test_a_fixed_split_begins_with_the_batch_or_with_its_first_group():
     assert Async().open(look()).yes and not Async().open(look(supply_since=None)).yes
     assert Async().keep(look(training=3))[0] == 3
     assert (Async().name, Async(streaming=True).name) == ("async", "async-stream")
+
+
+def test_lookahead_rises_after_a_burst_that_idled_and_falls_slowly_otherwise():
+    lookahead = Lookahead(1.0, adapt=True)
+    assert lookahead.value == 0.25
+    lookahead.observe(0.0, 4, 0.0, 0, None)
+    lookahead.observe(90.0, 4, 0.5, 2, 95.0)  # half a cell's slots from now on, and two trainers from 95 s on
+    lookahead.observe(100.0, 4, 0.0, 0, None)  # 5 + 10 of 400 cell-seconds
+    assert lookahead.burst() == 0.375
+    lookahead.observe(200.0, 4, 0.0, 0, None)
+    assert lookahead.burst() == 0.375 - 1 / 128
+    assert Lookahead(1.0, adapt=False).burst() == 1.0
 
 
 # -- slots -----------------------------------------------------------------------------------------------------------
