@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from gyre.events import Event, GroupTaken, PolicyCommitted
-from gyre.scheduler.commands import Command
+from gyre.scheduler.commands import Command, DropGroup
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import VARIANTS, Scenario
 from gyre.simulate.workload import Entry, Group, Trace, shuffled
@@ -53,6 +53,7 @@ class Figures:
     staleness_mean: float
     staleness_max: int
     moves_per_update: float
+    dropped: float = 0.0  # groups dropped as too stale, by groups trained
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def measure(
     random: Chance,
     variant: str = "elastic",
     rollout_cells: int | None = None,
+    max_staleness: int | None = None,
 ) -> Figures:
     """Run a candidate until it has trained at least `groups` groups, and a few batches before them.
 
@@ -119,6 +121,7 @@ def measure(
         random: shuffles the trace's groups.
         variant: name of the policy.
         rollout_cells: of a fixed split.
+        max_staleness: versions; a group that is older is dropped and another one rolled out in its place.
     """
     size, spg, batch = candidate.gpus_per_cell, candidate.slots_per_gpu, candidate.batch_groups
     ahead = math.ceil(candidate.lookahead)
@@ -129,25 +132,31 @@ def measure(
     scenario = Scenario(gpus // size, candidate.slots, batch, last + ahead + 1, candidate.lookahead, costs=costs)
     policy = VARIANTS[variant]
     settings = scenario.settings(workload.trace.size, policy, rollout_cells)
+    if max_staleness is not None:
+        settings = replace(settings, max_staleness=max_staleness)
     order = shuffled(workload.trace, settings.batches * batch, random)
     work = [_work(group, size) for group in order]
-    state = _Watched(settings, policy.policy, lambda number: id(order[number]))
-    world = World(settings, work, costs, state, random)
+    # Groups in place of dropped ones are further ones, from the beginning again.
+    state = _Watched(settings, policy.policy, lambda number: id(order[number % len(order)]))
+    world = World(settings, lambda number: work[number % len(work)], costs, state, random)
     step = max(sum(sum(group.rollout_s) for group in work) / len(work) / size, 1.0)
     until = 0.0
     while len(state.commits) < last and world.ended is None:
         until += step
         world.run(until)
     seconds = state.commits[last - 1] - state.commits[warm - 1]
-    done = math.fsum(workload.gpu_seconds(order[group], spg) for group in state.taken[warm * batch : last * batch])
-    stale = world.tally.staleness[warm * batch : last * batch]
-    trained = done / workload.mean_gpu_seconds(spg) if done else (last - warm) * batch  # none took any time: luck
+    # Of the groups trained by then, those of the window; the world notes their staleness in the same order.
+    window = [i for i, (_, update) in enumerate(state.taken) if warm < update <= last]
+    done = math.fsum(workload.gpu_seconds(order[state.taken[i][0] % len(order)], spg) for i in window)
+    stale = [world.tally.staleness[i] for i in window]
+    trained = done / workload.mean_gpu_seconds(spg) if done else len(window)  # none took any time: luck
     rate = HOUR * trained / seconds if seconds else workload.bound(gpus, spg)
     return Figures(
         groups_per_hour=rate,
         staleness_mean=fmean(stale),
         staleness_max=max(stale),
         moves_per_update=world.tally.moves / world.tally.updates,
+        dropped=state.dropped / len(state.taken),
     )
 
 
@@ -159,6 +168,7 @@ def mean(figures: Sequence[Figures]) -> Figures:
         staleness_mean=fmean(one.staleness_mean for one in figures),
         staleness_max=max(one.staleness_max for one in figures),
         moves_per_update=fmean(one.moves_per_update for one in figures),
+        dropped=fmean(one.dropped for one in figures),
     )
 
 
@@ -177,12 +187,15 @@ class _Watched(SchedulerState):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self.taken: list[int] = []
+        self.taken: list[tuple[int, int]] = []  # group, update
         self.commits: list[float] = []  # time of each
+        self.dropped = 0
 
     def handle(self, event: Event, now: float) -> list[Command]:
         if type(event) is GroupTaken:
-            self.taken.append(event.group)
+            self.taken.append((event.group, event.update))
         elif type(event) is PolicyCommitted:
             self.commits.append(now)
-        return super().handle(event, now)
+        commands = super().handle(event, now)
+        self.dropped += sum(type(command) is DropGroup for command in commands)
+        return commands

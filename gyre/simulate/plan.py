@@ -232,6 +232,8 @@ def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
 
 def _headline(best: Figures, fastest: float, limits: Limits) -> str:
     rate = f"{best.groups_per_hour:.1f} groups an hour at a staleness of {_stale(best)}"
+    if best.dropped:
+        rate += f", {100 * best.dropped:.1f} groups dropped as too stale for every 100 trained"
     behind = 100 * (1 - best.groups_per_hour / fastest)
     if behind < 0.05:
         return f"{rate}: nothing that was tried is faster"

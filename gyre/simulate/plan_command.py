@@ -44,6 +44,7 @@ class Bench:
     gpus: int
     switch: tuple[float, float]
     seed: int
+    max_staleness: int | None = None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -123,7 +124,7 @@ def bench_of(options: argparse.Namespace, trace: Trace) -> Bench:
     if not trace.mean_rollout_s:
         raise UserError(f"no execution of the trace {trace.name} takes any time; there is nothing to plan for")
     workload = Workload.of(trace, options.slowdown, options.trace_slots, options.trace_gpus, ratio)
-    return Bench(workload, options.gpus, switch(options.switch), options.seed)
+    return Bench(workload, options.gpus, switch(options.switch), options.seed, options.max_staleness)
 
 
 def _whole(name: str, text: str | None) -> tuple[int, ...]:
@@ -200,7 +201,15 @@ class _Tester:
 def _one(bench: Bench, job: Job) -> Figures:
     chance = random.Random(f"{bench.seed}/{job.repeat}")
     return measure(
-        bench.workload, bench.gpus, bench.switch, job.candidate, job.groups, chance, job.variant, job.rollout_cells
+        bench.workload,
+        bench.gpus,
+        bench.switch,
+        job.candidate,
+        job.groups,
+        chance,
+        job.variant,
+        job.rollout_cells,
+        bench.max_staleness,
     )
 
 

@@ -222,6 +222,20 @@ def test_the_whole_machine_as_one_cell_and_a_single_gpu() -> None:
         assert 0 < one.groups_per_hour < workload.bound(gpus, 4) * 1.03
 
 
+def test_what_is_too_stale_is_dropped_and_costs_its_rollout() -> None:
+    workload = Workload.of(trace_of(), 0.02, 4)
+    candidate = Candidate(1, 4, 4, 1.0)
+    free, bound = (figures_of(candidate, workload, max_staleness=most) for most in (None, 1))
+    assert free.staleness_max > 1 and not free.dropped
+    assert bound.staleness_max <= 1 and 0 < bound.dropped < 1
+    assert bound.groups_per_hour < free.groups_per_hour
+    found = Plan(candidate, {candidate: bound}, {}, 1)
+    assert (
+        "groups dropped as too stale for every 100 trained"
+        in plan.reasons(found, Choices((1,), (4,), (4,), (1.0,)), Limits(staleness_max=1))[0]
+    )
+
+
 def test_long_waits_between_events_are_waited_for() -> None:
     workload = Workload.of(Trace("t", ((Entry(1.0, 0.0), Entry(1e6, 1e6)),)), 0.0, 1)
     assert measure(workload, 1, SWITCH, Candidate(1, 2, 1, 0.0), 1, random.Random(0)).groups_per_hour > 0
