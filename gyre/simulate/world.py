@@ -16,7 +16,7 @@ What a duration is made of:
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -159,7 +159,7 @@ class World:
         self._words: deque[e.Event] = deque()
         self._count = 0
         self._tick_at = -1.0
-        self._delivering = False
+        self._settled = 0  # events after which the time of the next tick was looked up last
         self._engines = {rank: _Engine() for rank in range(settings.engines)}
         self._cells = {rank: _Cell(rank) for rank in range(settings.engines)}
         self._hosts = range(settings.engines, settings.engines + settings.hosts)
@@ -181,7 +181,7 @@ class World:
         self._suspended = False
         self._closing = False  # nobody joins or claims any more
         self._members: list[int] = []
-        self._claimed: dict[int, list[float]] = {}  # by member: seconds of its micro-steps
+        self._claimed: defaultdict[int, list[float]] = defaultdict(list)  # by member: seconds of its micro-steps
         self._again: list[float] = []  # micro-steps whose member was lost
         self._idle: deque[int] = deque()
         self._oldest: dict[int, int] = {}
@@ -224,7 +224,7 @@ class World:
         """
         if not self.decisions:
             self._begin()
-        heap = self._heap
+        heap, words = self._heap, self._words
         while self.ended is None:
             if not heap:
                 raise GyreError(f"the simulated run is stuck at {self.now:.1f} s: {self.state.snapshot()}")
@@ -232,7 +232,8 @@ class World:
                 break
             self.now, _, call, arguments = heapq.heappop(heap)
             call(*arguments)
-            self._deliver()
+            if words or self._settled != self.decisions:  # mostly not: of a micro-step the scheduler hears nothing
+                self._deliver()
         return self
 
     def _begin(self) -> None:
@@ -262,6 +263,7 @@ class World:
             self._write(event)
             self.decisions += 1
             self._execute(state.handle(event, self.now))
+        self._settled = self.decisions
         wake = state.wake_at()
         if wake is not None and wake > self.now and wake != self._tick_at:
             self._tick_at = wake
@@ -478,12 +480,8 @@ class World:
     # -- training ----------------------------------------------------------------------------------------------------
     def _feed(self, command: c.Feed) -> None:
         self._fed.append(command.group)
-        first = min(self._started_version(n) for n in command.executions)
-        self._oldest[command.group] = first
+        self._oldest[command.group] = self.state.groups.ready[command.group]
         self._wake()
-
-    def _started_version(self, n: int) -> int:
-        return self.state.groups.ready[n // self.settings.group_size]
 
     def _drop_group(self, command: c.DropGroup) -> None:
         self._fed.remove(command.group)
@@ -492,7 +490,7 @@ class World:
         self._update, self._share = command.update, command.groups
         self._taken = self._steps_left = self._busy = 0
         self._suspended, self._closing, self._update_s = False, False, 0.0
-        self._claimed, self._again = {}, []
+        self._claimed, self._again = defaultdict(list), []
 
     def _close_short(self, command: c.CloseShort) -> None:
         self._share = command.groups
@@ -532,7 +530,7 @@ class World:
         else:
             self._steps_left -= 1
             seconds = self._step_s
-        self._claimed.setdefault(cell.rank, []).append(seconds)
+        self._claimed[cell.rank].append(seconds)
         self._busy += 1
         cell.busy = True
         self._after(seconds, self._step_done, cell.rank, cell.incarnation, seconds)
