@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,24 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gyre import timeline, timeline_page
+from gyre import timeline, timeline_page, words
 from gyre.errors import UserError
 from gyre.simulate import compare, pool
 from gyre.simulate.compare import VARIANTS, Result, Scenario
 from gyre.simulate.trace import load
-from gyre.simulate.workload import Trace
+from gyre.simulate.workload import LONGEST, Trace
 from gyre.simulate.world import Costs
+
+#: Beyond these a number is a slip of the pen, or would take days to simulate.
+MOST = {
+    "cells": 100_000,
+    "slots": 10_000,
+    "batch_groups": 1_000_000,
+    "updates": 1_000_000,
+    "repeats": 100_000,
+    "workers": 1_000,
+}
+MOST_EXECUTIONS = 5_000_000  # of one run
 
 Job = tuple[str, int | None, int]  # policy, rollout cells, repeat
 
@@ -32,10 +43,12 @@ def run(options: argparse.Namespace) -> int:
     trace = load(options.trace)
     scenario = scenario_of(options, trace)
     policies = policies_of(options, scenario)
+    bearable(scenario, trace, policies, options.repeats)
     for out in (options.json, options.html):
         writable(out)
     results = compared(scenario, trace, policies, options.repeats, options.seed, options.workers, sys.stderr.isatty())
-    Console(highlight=False).print(_table(scenario, trace, results, options.repeats))
+    print(_title(scenario, trace, options.repeats))
+    Console(highlight=False).print(_table(results))
     if options.json:
         report = {"trace": trace.name, "scenario": _described(scenario, options), "policies": results}
         timeline_page.write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
@@ -51,16 +64,10 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
     Raises:
         UserError: a number makes no sense; it says which.
     """
-    for name, least in (
-        ("cells", 1),
-        ("slots", 1),
-        ("batch_groups", 1),
-        ("updates", 1),
-        ("repeats", 1),
-        ("workers", 1),
-    ):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least {least}")
+    for name, most in MOST.items():
+        value = getattr(options, name)
+        if not 1 <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1 and at most {most}")
     for name in ("lookahead", "slowdown", "supply_hold"):
         finite(name, getattr(options, name))
     if options.lookahead > 16:
@@ -93,8 +100,9 @@ def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -
             raise UserError(f"--{name.replace('_', '-')} is a probability; it must be at least 0 and less than 1")
     if options.timeout is not None and not (options.timeout > 0 and math.isfinite(options.timeout)):
         raise UserError(f"--timeout is {options.timeout:g}; it must be more than 0 seconds")
-    if options.cell_failures < 0:
-        raise UserError(f"--cell-failures is {options.cell_failures}; it must be at least 0")
+    if not 0 <= options.cell_failures <= MOST["cells"]:
+        most = MOST["cells"]
+        raise UserError(f"--cell-failures is {options.cell_failures}; it must be at least 0 and at most {most}")
     return Costs(
         to_training_s=to_training,
         to_rollout_s=to_rollout,
@@ -107,9 +115,10 @@ def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -
 
 
 def finite(name: str, value: float) -> None:
-    """Refuse an option that is no number of at least 0."""
-    if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be a number of at least 0")
+    """Refuse an option that is no number of at least 0, or is out of all proportion."""
+    if not 0 <= value <= LONGEST:
+        what = f"a number of at least 0 and at most {LONGEST:g}"
+        raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be {what}")
 
 
 def switch(text: str) -> tuple[float, float]:
@@ -118,7 +127,7 @@ def switch(text: str) -> tuple[float, float]:
         to_training, to_rollout = map(float, text.split(","))
     except ValueError:
         to_training = to_rollout = math.nan
-    if not all(math.isfinite(value) and value >= 0 for value in (to_training, to_rollout)):
+    if not all(0 <= value <= LONGEST for value in (to_training, to_rollout)):
         raise UserError(f"--switch is {text!r}; write two times in seconds, to training and back: 8.5,3.5")
     return to_training, to_rollout
 
@@ -141,10 +150,45 @@ def policies_of(options: argparse.Namespace, scenario: Scenario) -> list[str]:
     return policies
 
 
+def bearable(scenario: Scenario, trace: Trace, policies: list[str], repeats: int) -> None:
+    """Refuse what would take days.
+
+    Raises:
+        UserError: there are too many executions to simulate.
+    """
+    executions = scenario.updates * scenario.batch_groups * trace.size
+    if executions > MOST_EXECUTIONS:
+        raise UserError(
+            f"a run of {scenario.updates} batches of {scenario.batch_groups} groups of {trace.size} has "
+            f"{executions:,} executions; at most {MOST_EXECUTIONS:,} are simulated, so give fewer --updates"
+        )
+    runs = repeats * sum(scenario.cells - 1 if VARIANTS[name].split else 1 for name in policies)
+    if runs * executions > 200 * MOST_EXECUTIONS:
+        raise UserError(
+            f"{runs:,} runs of {executions:,} executions take too long; give fewer --repeats, or a --policy without "
+            "async, which tries every split"
+        )
+
+
 def writable(out: str | None) -> None:
-    """Find out before the work whether what it results in can be written."""
-    if out and not (Path(out).parent.is_dir() and os.access(Path(out).parent, os.W_OK)):
-        raise UserError(f"cannot write {out}: {Path(out).parent} is not a directory that can be written to")
+    """Find out before the work whether what it results in can be written.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not out:
+        return
+    if Path(out).is_dir():
+        raise UserError(f"cannot write {out}: it is a directory; name a file")
+    try:
+        if Path(out).exists():
+            open(out, "ab").close()
+        else:
+            tempfile.TemporaryFile(dir=Path(out).parent).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot write {out}: {error.strerror}; name a file in a directory that can be written to"
+        ) from error
 
 
 # -- the work --------------------------------------------------------------------------------------------------------
@@ -203,20 +247,24 @@ def _name(policy: str, figures: dict[str, Any]) -> str:
     return f"{policy} (R={figures['rollout_cells']})" if "rollout_cells" in figures else policy
 
 
-def _table(scenario: Scenario, trace: Trace, results: dict[str, dict[str, Any]], repeats: int) -> Table:
-    table = Table(
-        title=f"{trace.name}: {scenario.cells} cells of {scenario.slots} slots, {scenario.updates} batches of "
-        f"{scenario.batch_groups} groups, lookahead {scenario.lookahead:g}, {repeats} repeats",
-        title_justify="left",
-        box=None,
+def _title(scenario: Scenario, trace: Trace, repeats: int) -> str:
+    return (
+        f"{trace.name}: {words.count(scenario.cells, 'cell')} of {words.count(scenario.slots, 'slot')}, "
+        f"{scenario.updates} batches of {words.count(scenario.batch_groups, 'group')}, "
+        f"lookahead {scenario.lookahead:g}, {words.count(repeats, 'repeat')}"
     )
-    table.add_column("policy")
-    for name in ("makespan", "x first", "of ideal", "of bound", "staleness", "max", "busy", "moves"):
-        table.add_column(name, justify="right")
+
+
+def _table(results: dict[str, dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("policy", no_wrap=True)
+    for name in ("R", "makespan", "x first", "of ideal", "of bound", "staleness", "max", "busy", "moves"):
+        table.add_column(name, justify="right", no_wrap=True)
     first = next(iter(results.values()))["makespan_s"]
     for policy, figures in results.items():
         table.add_row(
-            _name(policy, figures),
+            policy,
+            str(figures.get("rollout_cells", "")),
             f"{figures['makespan_s']:,.0f} s",
             f"{figures['makespan_s'] / first:.3f}" if first else "-",
             f"{figures['of_ideal']:.3f}",
