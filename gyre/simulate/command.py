@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         writable(out)
     results = compared(scenario, trace, policies, options.repeats, options.seed, options.workers, sys.stderr.isatty())
     print(_title(scenario, trace, options.repeats))
+    print(f"x: times as long as {policies[0]}; ideal, bound: what was reached of them; stale: mean policy versions")
     Console(highlight=False).print(_table(results))
     if options.json:
         report = {"trace": trace.name, "scenario": _described(scenario, options), "policies": results}
@@ -258,7 +259,7 @@ def _title(scenario: Scenario, trace: Trace, repeats: int) -> str:
 def _table(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("policy", no_wrap=True)
-    for name in ("R", "makespan", "x first", "of ideal", "of bound", "staleness", "max", "busy", "moves"):
+    for name in ("R", "makespan", "x", "ideal", "bound", "stale", "max", "busy", "moves"):
         table.add_column(name, justify="right", no_wrap=True)
     first = next(iter(results.values()))["makespan_s"]
     for policy, figures in results.items():
