@@ -182,9 +182,9 @@ def writable(out: str | None) -> None:
     if Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a directory; name a file")
     try:
-        if Path(out).exists():
+        if Path(out).is_file():
             open(out, "ab").close()
-        else:
+        elif not Path(out).exists():
             tempfile.TemporaryFile(dir=Path(out).parent).close()
     except OSError as error:
         raise UserError(
