@@ -147,7 +147,7 @@ class Elastic:
     def _worth(self, view: View) -> Decision:
         """Whether moving the next cell is worth the seconds in which it does nothing.
 
-        A cells train on A cell-seconds of ready work. One more that joins after s seconds finds A - n * s of it left
+        n cells train on A cell-seconds of ready work. One more that joins after s seconds finds A - n * s of it left
         and does its share of 1 / (n + 1); the move is worth it when that exceeds what the way back will cost.
         """
         # What is ready has to be trained on, however little it is, where nothing is to be had by waiting.
