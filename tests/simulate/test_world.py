@@ -347,3 +347,16 @@ def test_cells_fail_all_over_a_run(name):
     result = compare.simulate(scenario, trace, VARIANTS[name], Random(1), split, records.append)
     lost = [record["t"] for record in records if record["kind"] == "rank_lost"]
     assert len(lost) > 10 and min(lost) > 0 and max(lost) > result.ideal_s / 2
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem[15:])
+def test_the_elastic_policy_takes_no_short_cut_on_real_traces(path):
+    trace = load(path)
+    scenario = Scenario(8, 4, 16, 6, train_ratio=0.5, costs=Costs(8.5, 3.5))
+    work = compare.work_of(scenario, trace, shuffled(trace, 6 * 16, Random("b")))
+    variant = VARIANTS["elastic"]
+    world = Watched(scenario.settings(trace.size, variant), work, scenario.costs, variant.policy)
+    world.run()
+    assert close(world.tally.served_slot_s, sum(sum(group.rollout_s) for group in work))
+    assert close(world.tally.training_s, sum(group.train_s for group in work))
+    check_history(world)
