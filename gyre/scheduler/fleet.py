@@ -94,7 +94,7 @@ class Fleet:
         self.bound: set[int] = set()  # living engines in rollout or on their way there
         self.lives: dict[int, int] = {}  # of the living cells that can train
         self.moving: list[int] = []  # cells on their way into training, until they have joined, in order
-        self.unready: set[int] = set()  # engines that hold another version than they should, unrouted
+        self.unready: set[int] = set()  # unrouted engines that may have to be ordered to another version
         self._rolling: int | None = None
         self._to_sync: deque[int] = deque()
         self._unheard = set(self.cells)
@@ -306,8 +306,9 @@ class Fleet:
     def sync(self) -> None:
         """Order what may load the published policy now: engines that serve nobody at once, the others one by one."""
         for rank in sorted(self.unready):
-            if not self.cells[rank].syncing:
+            if not self.cells[rank].syncing:  # else it is heard of again
                 self._order_sync(self.cells[rank])
+        self.unready.clear()
         while self._rolling is None and self._to_sync:
             cell = self.cells[self._to_sync.popleft()]
             if cell.routed and not cell.syncing and cell.version < self.published:
