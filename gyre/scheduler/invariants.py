@@ -1,7 +1,7 @@
 """The invariants that a scheduler's state can check on itself. Pure.
 
 Cheap ones run after every event, also in production; the thorough ones, which look at every cell and execution, run in
-tests. Invariants 3, 4 and 12 are checked where they would be broken (`rules.dispatch`, `Fleet.order_training`,
+tests. Invariants 3, 4 and 12 are checked where they would be broken (`acts.dispatch`, `Fleet.order_training`,
 `Groups`); 9 to 11 and 15 are the trainer's.
 """
 

@@ -17,33 +17,22 @@ from typing import TYPE_CHECKING
 
 from gyre.cell.machine import State
 from gyre.errors import InvariantBroken
-from gyre.events import (
-    BatchClosedShort,
-    GateReason,
-    GroupDropped,
-    PolicyPublished,
-    QuotaPublished,
-    UpdateSuspendedFor,
-)
+from gyre.events import GroupDropped, PolicyPublished
 from gyre.scheduler import cursor
-from gyre.scheduler.burst import Batch, Phase, split
+from gyre.scheduler.acts import begin_batch, dispatch, end, order_back, say, train, view
+from gyre.scheduler.burst import Phase
 from gyre.scheduler.commands import (
     BeginUpdate,
     BuildGroups,
-    CloseShort,
     Commit,
-    Dispatch,
     DropGroup,
-    EndRun,
     Log,
-    Planned,
     PublishPolicy,
     ResumeUpdate,
-    SuspendUpdate,
-    Train,
 )
 from gyre.scheduler.fleet import ROLLOUT, TRAINING, Cell
-from gyre.scheduler.policy import Decision, View
+from gyre.scheduler.policy import Decision
+from gyre.scheduler.starvation import give_back, leave_if_only_capacity, suspend, suspended, top_up
 
 if TYPE_CHECKING:
     from gyre.scheduler.state import SchedulerState
@@ -83,48 +72,6 @@ def observe(state: SchedulerState, now: float) -> None:
     else:
         free = state.executions.engines.free / state.settings.slots
         state.lookahead.observe(now, len(state.fleet.lives), free, len(update.joined), update.dry_since)
-
-
-# -- dispatching -----------------------------------------------------------------------------------------------------
-def dispatch(state: SchedulerState, count: int, reason: str, missing: tuple[int, ...] = (), staying: int = 0) -> None:
-    """Publish a quota of `count` groups, of which `staying` cells are to be fed meanwhile.
-
-    `missing` are executions of earlier quotas that have no spec on disk.
-    """
-    if state.update.phase not in (Phase.WAITING, Phase.SUSPENDED):
-        raise InvariantBroken(3, f"a quota while update {state.update.number} is {state.update.phase}")
-    size = state.settings.group_size
-    groups = state.groups.dispatch(count)
-    numbers = range(groups.start * size, groups.stop * size)
-    state.executions.dispatch(in_order(state, groups, staying))
-    planned = tuple(Planned(n, n // size, n % size, n // size) for n in (*missing, *numbers))
-    if planned or state.level.d:
-        state.emit(Dispatch(planned, state.level.d))
-    if planned:
-        state.emit(Log(QuotaPublished(state.batch.number, planned[0].n, planned[-1].n, reason)))
-
-
-def in_order(state: SchedulerState, groups: range, staying: int) -> list[int] | range:
-    """The groups of a quota in the order in which they are granted: those that are expected to take longest first.
-
-    A long execution that is started late is what a batch waits for at its end; and the shorter those are that are
-    granted last, the sooner a cell's worth of slots becomes free after them. Cells that stay in training are fed in the
-    meantime: a few of the shortest groups come before all others.
-    """
-    expected = state.measures.expected
-    if not state.settings.longest_first or state.measures.slot_s is None:
-        return groups
-    ordered = sorted(groups, key=lambda group: -(expected(group) or 0.0))
-    rest = len(ordered) - min(len(ordered) // 2, state.policy.first(view(state, state.now), staying))
-    return ordered[rest:] + ordered[:rest]
-
-
-def begin_batch(state: SchedulerState) -> None:
-    """Make the batch after the published policy the present one. Its quota is dispatched separately."""
-    settings, version = state.settings, state.fleet.published
-    shares = split(settings.batch_groups, settings.updates_per_batch)
-    state.batch = Batch(version + 1, shares, settings.top_ups, version * settings.updates_per_batch + 1)
-    state.update = state.batch.update(0)
 
 
 # -- rules: each returns whether it acted ----------------------------------------------------------------------------
@@ -214,113 +161,6 @@ def end_run(state: SchedulerState, now: float) -> bool:
     return True
 
 
-def end(state: SchedulerState, how: str, detail: str) -> None:
-    """Nothing is decided any more."""
-    state.ended = how
-    state.emit(EndRun(how, detail))
-
-
-def suspend(state: SchedulerState, now: float) -> bool:
-    """The open stream is dry, groups are missing, and none can come while all cells train: suspend the update.
-
-    None can come when w is 0, or when no living engine is left to serve what is open and a cell could. Past the top-up
-    budget the batch closes short instead.
-    """
-    update, fleet = state.update, state.fleet
-    if update.phase is not Phase.OPEN or update.full or update.stepped or state.groups.ready:
-        return False
-    if (state.level.w and (fleet.bound or fleet.dedicated(0))) or update.joining is not None:
-        return False
-    if not state.level.w and not state.batch.top_ups:
-        return close_short(state)
-    suspend_update(state, "the update is starved")
-    return True
-
-
-def suspend_update(state: SchedulerState, reason: str) -> None:
-    """Have the members bring their partial sums to the core; who is still on the way turns back."""
-    fleet, update = state.fleet, state.update
-    for rank in reversed(list(fleet.moving)):
-        order_back(state, fleet.cells[rank], reason)
-    update.phase = Phase.SUSPENDING
-    state.emit(SuspendUpdate(update.number))
-    state.emit(Log(UpdateSuspendedFor(update.number, state.batch.remaining)))
-
-
-def give_back(state: SchedulerState, now: float) -> bool:
-    """The stream has run dry while executions wait for slots: suspend the update, and let them have the cells."""
-    update = state.update
-    if update.dry_since is None or update.stepped or update.joining is not None:
-        return False
-    decision = state.policy.give_back(view(state, now))
-    if not decision.yes:
-        return False
-    say(state, 0, decision, ("stays", "goes back"))
-    update.given_back = True
-    suspend_update(state, decision.reason)
-    return True
-
-
-def suspended(state: SchedulerState, now: float) -> bool:
-    """All partial sums are with the core: the satellites leave, last first."""
-    update, fleet = state.update, state.fleet
-    if update.phase is not Phase.SUSPENDING or update.joined or update.joining is not None:
-        return False
-    update.phase, update.closed = Phase.SUSPENDED, False
-    for rank in reversed(fleet.training):
-        if rank != 0 and not fleet.dedicated(rank):
-            order_back(state, fleet.cells[rank], f"update {update.number} is suspended")
-    if update.given_back:
-        update.given_back = False
-        order_back(state, fleet.core, f"update {update.number} is suspended")
-    return True
-
-
-def leave_if_only_capacity(state: SchedulerState, now: float) -> bool:
-    """A suspended update's core goes to rollout where nobody else could serve what is open."""
-    core = state.fleet.core
-    if state.update.phase is not Phase.SUSPENDED or not state.level.w or state.fleet.bound or state.fleet.dedicated(0):
-        return False
-    if state.fleet.training != [0] or core.state is not State.TRAINING or core.job is not None:
-        return False
-    order_back(state, core, "no other engine is left to serve")
-    return True
-
-
-def top_up(state: SchedulerState, now: float) -> bool:
-    """Nothing is open, and what is ready does not suffice to begin or to go on: dispatch what is missing."""
-    update = state.update
-    if state.finishing or state.level.w or state.batch.remaining == 0 or state.supply.suffices:
-        return False
-    if update.phase is Phase.WAITING and state.fleet.core.goal == TRAINING:
-        idle = not state.policy.open(view(state, now)).yes
-    else:
-        idle = update.phase in (Phase.WAITING, Phase.SUSPENDED)
-    if not idle:
-        return False
-    if not state.batch.top_ups:
-        return close_short(state)
-    state.batch.top_ups -= 1
-    dispatch(state, state.batch.remaining - len(state.groups.ready), "top_up")
-    return True
-
-
-def close_short(state: SchedulerState) -> bool:
-    """Past the top-up budget the batch makes do with the groups it has, and says so."""
-    batch, update = state.batch, state.update
-    wanted = batch.groups
-    enough = batch.shorten(update, len(state.groups.ready))
-    missing = wanted - batch.groups
-    if not enough:
-        detail = f"batch {batch.number}: {missing} of {wanted} groups could not be had with {state.settings.top_ups} "
-        end(state, "failed", f"{detail} top-ups, which leaves an update without any; see why executions fail")
-        return True
-    if update.begun:
-        state.emit(CloseShort(update.number, update.groups))
-    state.emit(Log(BatchClosedShort(batch.number, batch.groups, missing)))
-    return True
-
-
 def build_groups(state: SchedulerState, now: float) -> bool:
     """While no update runs, the living cells become the next generation of prefix groups."""
     generation, fleet = state.generation, state.fleet
@@ -371,15 +211,6 @@ def join(state: SchedulerState, now: float) -> bool:
     update.joining = cell.rank
     train(state, cell)
     return True
-
-
-def train(state: SchedulerState, cell: Cell) -> None:
-    """Order a cell in training into the present update."""
-    generation, number = state.generation, state.update.number
-    cell.job = number
-    position = generation.position(cell.rank)
-    members = tuple(generation.ranks)
-    state.emit(Train(cell.rank, cell.incarnation, cell.epoch, number, position, generation.number, members))
 
 
 def move_next(state: SchedulerState, now: float) -> bool:
@@ -453,50 +284,3 @@ RULES: tuple[Callable[[SchedulerState, float], bool], ...] = (
     join,
     move_next,
 )
-
-
-# -- what rules share ------------------------------------------------------------------------------------------------
-def view(state: SchedulerState, now: float) -> View:
-    """The numbers that a policy decides by."""
-    fleet, supply, update, settings, measures = state.fleet, state.supply, state.update, state.settings, state.measures
-    return View(
-        now=now,
-        w=state.level.w,
-        queued=state.executions.queued,
-        capacity=fleet.capacity,
-        slots=settings.slots,
-        all_slots=fleet.slots,
-        cells=len(fleet.lives),
-        training=len(fleet.training),
-        batch_groups=settings.batch_groups,
-        group_size=settings.group_size,
-        supply=supply.amount,
-        threshold=supply.threshold,
-        supply_since=supply.since,
-        supply_hold=settings.supply_hold,
-        remaining=state.batch.remaining,
-        dry_since=update.dry_since,
-        closing=update.begun and update.full and update.phase is Phase.SUSPENDED,
-        group_work=measures.group_work,
-        execution_s=measures.slot_s,
-        to_training_s=measures.to_training_s,
-        to_rollout_s=measures.to_rollout_s,
-    )
-
-
-def order_back(state: SchedulerState, cell: Cell, reason: str) -> None:
-    """A cell goes back to rollout."""
-    state.fleet.order_rollout(cell, reason)
-    state.generation.shrink()
-
-
-def say(
-    state: SchedulerState, rank: int | None, decision: Decision, verbs: tuple[str, str] = ("stays", "moves")
-) -> None:
-    """Keep the reason for the live view, and log it when it is another one. `verbs` are for no and for yes."""
-    state.decision = decision
-    if (rank, decision.code) != state.said:
-        state.said = (rank, decision.code)
-        subject = "no cell" if rank is None else f"cell {rank}"
-        verb = "moves" if rank is None else verbs[decision.yes]
-        state.emit(Log(GateReason(f"{subject} {verb}", decision.reason)))

@@ -34,8 +34,8 @@ from gyre.events import (
     UpdateDone,
     UpdateOpened,
 )
+from gyre.scheduler import acts, invariants, rules
 from gyre.scheduler import cursor as cursors
-from gyre.scheduler import invariants, rules
 from gyre.scheduler.burst import Batch, Phase, Update
 from gyre.scheduler.commands import BarMember, Command, Feed, Log
 from gyre.scheduler.executions import Executions
@@ -80,7 +80,7 @@ class SchedulerState:
         self.now = 0.0
         self._started = False
         self._commands: list[Command] = []
-        rules.begin_batch(self)
+        acts.begin_batch(self)
 
     @classmethod
     def resume(
@@ -106,7 +106,7 @@ class SchedulerState:
         state = cls(settings, policy, task_of)
         state.resumed = True
         cursors.restore(state, dict(cursor) if cursor else None, issued, closed)
-        rules.begin_batch(state)
+        acts.begin_batch(state)
         return state
 
     @property
@@ -129,7 +129,7 @@ class SchedulerState:
             self._settle_group(group)
         self.restored = []
         quota = self.settings.quota(self.committed, self.groups.outstanding, self.lookahead.value)
-        rules.dispatch(self, quota, "resume" if self.resumed else "burst", self.missing)
+        acts.dispatch(self, quota, "resume" if self.resumed else "burst", self.missing)
         if self.committed >= self.settings.batches:
             self.finishing = True
             self.executions.cancel_all("the run has trained all its batches")
@@ -243,7 +243,7 @@ class SchedulerState:
         if not cell.up or event.incarnation != cell.incarnation or not cell.floor <= event.epoch <= cell.epoch:
             return
         if cell.rank == 0 and cell.goal == TRAINING and cell.state is State.TRAINING:
-            rules.end(self, "failed", f"the core failed in training: {event.detail}")
+            acts.end(self, "failed", f"the core failed in training: {event.detail}")
             return
         self._cell_down(cell, State.FAILED, False)
 
@@ -317,7 +317,7 @@ class SchedulerState:
     def _part_failed(self, cell: Cell, event: TrainingEnded) -> None:
         """A member that failed is barred for good as this incarnation, so it has to start again to be of any use."""
         if cell.rank == 0:
-            rules.end(self, "failed", f"update {event.update} failed on the core: {event.detail}")
+            acts.end(self, "failed", f"update {event.update} failed on the core: {event.detail}")
         else:
             self._cell_down(cell, State.FAILED, True)
 

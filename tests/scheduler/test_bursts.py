@@ -4,8 +4,8 @@ import pytest
 
 from gyre import events as e
 from gyre.errors import InvariantBroken
+from gyre.scheduler import acts
 from gyre.scheduler import commands as c
-from gyre.scheduler import rules
 from gyre.scheduler.burst import Phase
 from gyre.scheduler.settings import Settings
 from tests.scheduler.hand import Hand
@@ -42,7 +42,7 @@ def test_d_does_not_rise_while_an_update_runs():
     hand.close(0, 1, 2, 3)
     hand.to_training(0)
     with pytest.raises(InvariantBroken, match="invariant 3"):
-        rules.dispatch(hand.state, 1, "burst")
+        acts.dispatch(hand.state, 1, "burst")
 
 
 # -- the gate --------------------------------------------------------------------------------------------------------
