@@ -12,7 +12,8 @@ Where it makes no difference to what the scheduler can be told, things are one e
   two events. A rank that is dead and not noticed is not different from a slow one, so it dies when it is noticed, or is
   back before that. `test_every_order` shows that this makes no difference;
 * executions of one group that are in the same place are interchangeable, so the first of them ends first; so are
-  neighbouring groups whose executions are all in the same place. With `whole_groups` a group ends at once;
+  neighbouring groups whose executions are all in the same place. With `whole_groups` all of a group that are served
+  end at once;
 * words of states that a cell only passes through are left out, but for `all_states`;
 * nobody but members hears of micro-steps: a group has one, which the core claims and computes at once, and micro-steps
   that come back from a member that was lost are computed by the core before anyone looks.
@@ -248,14 +249,14 @@ class Env:
             previous = (group, places)
             if alike:
                 continue
+            if self.small.whole_groups:
+                members = [(i, run) for i, run in members if self._served(run)][:1]
+                places = [(i, run[1:]) for i, run in members]
             for j, (_, run) in enumerate(members):
-                if places[j] in places[:j] or (self.small.whole_groups and j):
+                if places[j] in places[:j]:
                     continue
                 sure = self._served(run)
-                if self.small.whole_groups:
-                    sure = all(self._served(other) for _, other in members)
-                if sure or not self.small.whole_groups:
-                    yield ("end", run.n), SURE if sure else LUCK
+                yield ("end", run.n), SURE if sure else LUCK
                 if self.faults and sure and "unusable" in self.small.kinds:
                     yield ("spoil", run.n), FAULT
                 if self.faults and "try failed" in self.small.kinds:
@@ -385,15 +386,13 @@ class Env:
         return [word]
 
     def _end(self, n: int, usable: bool = True) -> list[Word]:
-        i, run = self._runs()[n]
-        ended, host = [run], self.hosts[i]
+        size, runs = self.small.settings.group_size, self._runs()
+        ended = [runs[n][1]]
         if self.small.whole_groups:
-            size = self.small.settings.group_size
-            ended = [other for _, other in self._runs().values() if other.n // size == n // size]
-        words = [self._outcome(other, usable or other.n != n) for other in ended]
+            ended = [run for _, run in runs.values() if run.n // size == n // size and self._served(run)]
         for i, host in enumerate(self.hosts):
-            self.hosts[i] = host._replace(runs=tuple(r for r in host.runs if r not in ended))
-        return words
+            self.hosts[i] = host._replace(runs=tuple(run for run in host.runs if run not in ended))
+        return [self._outcome(run, usable or run.n != n) for run in ended]
 
     @staticmethod
     def _outcome(run: Run, usable: bool) -> Word:

@@ -92,9 +92,8 @@ def test_a_standalone_engine_and_two_hosts(name):
 def test_joining_events_leaves_out_nothing_that_the_scheduler_could_be_told(kind):
     """Whatever state the scheduler gets into when every word travels by itself, it gets into when they do not."""
     kinds = frozenset({"late", "cell", "host"} if kind == "late" else {kind})
-    whole = kind != "late"  # a host that dies may have said half of a group's outcomes
-    together = look("elastic", small("elastic", 1, kinds, whole_groups=whole))
-    apart = look("elastic", small("elastic", 1, kinds, whole_groups=whole, merged=False))
+    together = look("elastic", small("elastic", 1, kinds))
+    apart = look("elastic", small("elastic", 1, kinds, merged=False))
     assert apart.states > together.states and apart.digests() <= together.digests()
 
 
