@@ -1,4 +1,4 @@
-"""What several rules do: acts on the scheduler's state that emit commands, and the view that policies have of it. Pure."""
+"""What several rules do: acts on the scheduler's state that emit commands, and the view policies have of it. Pure."""
 
 from __future__ import annotations
 
