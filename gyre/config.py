@@ -178,8 +178,8 @@ class SchedulerConfig(_Section):
         0.25,
         gt=0,
         le=1,
-        description="Untaken ready groups, as a fraction of a batch, before a cell moves to training; what a move gains "
-        "decides instead as soon as it is measured (elastic.gain).",
+        description="Untaken ready groups, as a fraction of a batch, before a cell moves to training; what a move "
+        "gains decides instead as soon as it is measured (elastic.gain).",
     )
     supply_hold: float = Field(10.0, ge=0, description="Seconds that this supply must have held.")
     top_ups: int = Field(3, ge=0, description="Top-up quotas that a starved batch may get before it closes short.")
