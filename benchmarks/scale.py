@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gyre.events import Event
+from gyre.scheduler import acts, rules, starvation
 from gyre.scheduler import commands as c
-from gyre.scheduler import rules
 from gyre.scheduler.policy import Policy
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import VARIANTS, Scenario, work_of
@@ -111,13 +111,14 @@ class Clocks:
 
     def around(self, policy: Policy) -> Policy:
         """The policy with a clock that runs from when its numbers are gathered until it has answered."""
-        gather, clocks = rules.view, self
+        gather, clocks = acts.view, self
 
         def view(state: SchedulerState, now: float) -> Any:
             self._asked_at = time.thread_time_ns()
             return gather(state, now)
 
-        rules.view = view
+        for module in (acts, rules, starvation):  # all that ask
+            module.view = view
 
         class Timed:
             def __getattr__(self, name: str) -> Any:
@@ -250,7 +251,8 @@ def main() -> None:
     console, kept = Console(highlight=False, width=120), []
     for policy in options.policies.split(","):
         rows = growth(console, policy, sizes, options.repeats)
-        rows[-1] |= decided(console, policy, sizes[-1])
+        timed = decided(console, policy, sizes[-1])
+        rows[-1] |= {key: timed[key] for key in ("event_us", "decision_us", "question_us", "over", "longest")}
         kept += rows
     largest = [row for row in kept if row["cells"] == sizes[-1]]
     for what, worst, limit, unit in (
