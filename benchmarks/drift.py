@@ -17,9 +17,9 @@ from rich.table import Table
 
 from gyre.simulate.command import compared
 from gyre.simulate.compare import Scenario
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
 from gyre.simulate.workload import Entry, Trace, shuffled
-from gyre.simulate.world import Costs
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 BATCHES = 24

@@ -40,9 +40,9 @@ from gyre.scheduler.policy import Elastic, policy_of
 from gyre.scheduler.settings import Settings
 from gyre.simulate.compare import VARIANTS, Scenario, Variant, splits
 from gyre.simulate.compare import simulate as simulated
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
 from gyre.simulate.workload import Entry, Trace
-from gyre.simulate.world import Costs
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "benchmarks/traces/terminal-bench-droid_gpt-5.jsonl"

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from gyre.simulate.command import compared
 from gyre.simulate.compare import Scenario
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
-from gyre.simulate.world import Costs
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 LOOKAHEADS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from gyre.simulate.command import compared
 from gyre.simulate.compare import Scenario
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
-from gyre.simulate.world import Costs
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 SHAPES = ((8, 4, 16), (4, 8, 16), (16, 8, 32))  # cells, slots, groups of a batch

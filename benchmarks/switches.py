@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gyre.simulate.compare import VARIANTS, Scenario, Variant, simulate, summary, without
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
-from gyre.simulate.world import Costs
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 SHAPES = ((8, 4, 16), (4, 8, 16), (16, 8, 32))

@@ -24,8 +24,9 @@ from gyre.events import Event, GroupTaken, PolicyCommitted
 from gyre.scheduler.commands import Command, DropGroup
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import VARIANTS, Scenario
+from gyre.simulate.costs import Chance, Costs, GroupWork
 from gyre.simulate.workload import Entry, Group, Trace, shuffled
-from gyre.simulate.world import Chance, Costs, GroupWork, World
+from gyre.simulate.world import World
 
 HOUR = 3600.0
 

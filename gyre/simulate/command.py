@@ -20,9 +20,9 @@ from gyre import timeline, timeline_page, words
 from gyre.errors import UserError
 from gyre.simulate import compare, pool
 from gyre.simulate.compare import VARIANTS, Result, Scenario
+from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
 from gyre.simulate.workload import LONGEST, Trace
-from gyre.simulate.world import Costs
 
 #: Beyond these a number is a slip of the pen, or would take days to simulate.
 MOST = {

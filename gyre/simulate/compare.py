@@ -14,9 +14,10 @@ from typing import Any
 from gyre.scheduler.policy import Async, Colocate, Elastic, Policy
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
+from gyre.simulate.costs import Chance, Costs, GroupWork
 from gyre.simulate.ideal import bound, ideal
 from gyre.simulate.workload import Group, Trace, shuffled
-from gyre.simulate.world import Chance, Costs, GroupWork, World
+from gyre.simulate.world import World
 
 #: Live executions of a harness host, as in the configuration's default.
 HOST_EXECUTIONS = 256

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gyre.scheduler.settings import Settings
-from gyre.simulate.world import GroupWork
+from gyre.simulate.costs import GroupWork
 
 #: Work in cell-seconds below which nothing is left to do but what rounding made of it.
 _NOTHING = 1e-9

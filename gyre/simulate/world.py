@@ -16,10 +16,10 @@ What a duration is made of:
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from gyre import events as e
 from gyre.cell.machine import State
@@ -27,65 +27,8 @@ from gyre.errors import GyreError
 from gyre.scheduler import commands as c
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
-from gyre.simulate.workload import Shuffler
-
-
-class Chance(Shuffler, Protocol):
-    """The part of `random.Random` that a world needs."""
-
-    def random(self) -> float:
-        """From 0 to 1."""
-
-    def uniform(self, low: float, high: float, /) -> float:
-        """From low to high."""
-
-    def randrange(self, start: int, stop: int, /) -> int:
-        """From start to stop - 1."""
-
-
-@dataclass(frozen=True)
-class GroupWork:
-    """What one group costs: slot seconds of each execution, and cell-seconds of training it."""
-
-    rollout_s: tuple[float, ...]
-    train_s: float
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What things cost in virtual seconds, and how often they go wrong."""
-
-    to_training_s: float = 0.0
-    to_rollout_s: float = 0.0
-    slowdown: float = 0.0  # of an engine per further live execution; 0: durations are slot time whatever the load
-    micro_steps: int = 32  # of a group
-    step_s: float = 0.0  # from the last micro-step to the optimizer's step and its commit
-    sync_s: float = 0.0  # an engine loads a policy while it stays in rollout; its executions stand still
-    failed: float = 0.0  # probability that an execution ends without anything to train on
-    try_failed: float = 0.0  # probability that the infrastructure fails a try
-    timeout_s: float | None = None  # slot seconds after which an execution is ended, unusable
-    cell_failures: int = 0  # engines of satellites that fail over the run, at random times before `horizon_s`
-    host_failures: int = 0
-    restart_s: float = 120.0  # of a failed engine or host
-    horizon_s: float = 0.0  # `compare` takes the time of the ideal where it is 0
-
-    @property
-    def random(self) -> bool:
-        """Whether anything is left to chance."""
-        return bool(self.failed or self.try_failed or self.cell_failures or self.host_failures)
-
-
-@dataclass
-class Tally:
-    """What happened in a world so far."""
-
-    rollout_slot_s: float = 0.0  # slot seconds of finished executions
-    training_s: float = 0.0  # cell-seconds of finished micro-steps
-    moves: int = 0  # orders into training
-    updates: int = 0
-    staleness: list[int] = field(default_factory=list)  # per trained group: versions since its oldest token
-    served_slot_s: float = 0.0  # engines' slots with a live execution, over time
-    committed_at: list[float] = field(default_factory=list)  # time of each policy
+from gyre.simulate.costs import Chance, Costs, GroupWork, Tally
+from gyre.simulate.stream import Stream
 
 
 class _Engine:
@@ -169,23 +112,7 @@ class World:
         self._where: dict[int, int] = {}  # execution -> engine
         self._left: dict[int, float] = {}  # held executions: slot seconds still to come
         self._started: dict[int, _Try] = {}
-        # the stream of the present update
-        self._fed: deque[int] = deque()
-        self._update = 0
-        self._share = 0
-        self._taken = 0
-        self._steps_left = 0  # unclaimed micro-steps of the group that was taken last
-        self._step_s = 0.0
-        self._update_s = 0.0  # cell-seconds of the present update
-        self._busy = 0
-        self._suspended = False
-        self._closing = False  # nobody joins or claims any more
-        self._members: list[int] = []
-        self._claimed: defaultdict[int, list[float]] = defaultdict(list)  # by member: seconds of its micro-steps
-        self._again: list[float] = []  # micro-steps whose member was lost
-        self._idle: deque[int] = deque()
-        self._oldest: dict[int, int] = {}
-        self._version = 0
+        self._stream = Stream(costs, self._work, self.tally, self._cells, self._words.append, self._after)
         self._carry_out: dict[type[c.Command], Callable[[Any], None]] = {
             c.Dispatch: self._nothing,
             c.Grant: self._grant,
@@ -200,11 +127,11 @@ class World:
             c.BeginUpdate: self._begin_update,
             c.Train: self._train,
             c.Feed: self._feed,
-            c.DropGroup: self._drop_group,
-            c.SuspendUpdate: self._suspend_update,
-            c.ResumeUpdate: self._resume_update,
-            c.CloseShort: self._close_short,
-            c.BarMember: self._bar_member,
+            c.DropGroup: self._stream.drop,
+            c.SuspendUpdate: self._stream.suspend,
+            c.ResumeUpdate: self._stream.resume,
+            c.CloseShort: self._stream.close_short,
+            c.BarMember: self._stream.bar,
             c.Commit: self._commit,
             c.PublishPolicy: self._nothing,
             c.Log: self._log,
@@ -479,126 +406,21 @@ class World:
 
     # -- training ----------------------------------------------------------------------------------------------------
     def _feed(self, command: c.Feed) -> None:
-        self._fed.append(command.group)
-        self._oldest[command.group] = self.state.groups.ready[command.group]
-        self._wake()
-
-    def _drop_group(self, command: c.DropGroup) -> None:
-        self._fed.remove(command.group)
+        self._stream.feed(command.group, self.state.groups.ready[command.group])
 
     def _begin_update(self, command: c.BeginUpdate) -> None:
-        self._update, self._share = command.update, command.groups
-        self._taken = self._steps_left = self._busy = 0
-        self._suspended, self._closing, self._update_s = False, False, 0.0
-        self._claimed, self._again = defaultdict(list), []
-
-    def _close_short(self, command: c.CloseShort) -> None:
-        self._share = command.groups
-        self._wake()
+        self._stream.begin(command.update, command.groups, self.state.batch.number - 1)
 
     def _train(self, command: c.Train) -> None:
         cell = self._cells[command.rank]
         if not cell.alive or command.incarnation != cell.incarnation:
             return
-        cell.member = True
-        self._members.append(cell.rank)
         if cell.rank == 0:
             self._say(e.UpdateOpened(command.update))
         else:
             self._say(e.CellJoined(cell.rank, command.update, command.position))
-        self._idle.append(cell.rank)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let idle members claim what there is; close or suspend the update when nobody computes any more."""
-        while self._idle and not self._suspended and (self._again or self._steps_left or self._take()):
-            rank = self._idle.popleft()
-            cell = self._cells[rank]
-            if not cell.member or cell.busy:
-                continue
-            self._claim(cell)
-        if self._members and not self._busy and not self._closing:
-            if self._suspended:
-                self._part("suspended")
-            elif self._taken == self._share and not self._steps_left and not self._again:
-                self._closing = True
-                self._after(self.costs.step_s, self._stepped, self._update)
-
-    def _claim(self, cell: _Cell) -> None:
-        if self._again:
-            seconds = self._again.pop()
-        else:
-            self._steps_left -= 1
-            seconds = self._step_s
-        self._claimed[cell.rank].append(seconds)
-        self._busy += 1
-        cell.busy = True
-        self._after(seconds, self._step_done, cell.rank, cell.incarnation, seconds)
-
-    def _take(self) -> bool:
-        if self._taken >= self._share or not self._fed:
-            return False
-        group = self._fed.popleft()
-        self._taken += 1
-        self._steps_left = self.costs.micro_steps
-        self._step_s = self._work(group).train_s / self.costs.micro_steps
-        self.tally.staleness.append(self.state.batch.number - 1 - self._oldest.pop(group))
-        self._say(e.GroupTaken(group, self._update))
-        return True
-
-    def _step_done(self, rank: int, incarnation: int, seconds: float) -> None:
-        cell = self._cells[rank]
-        if not cell.member or cell.incarnation != incarnation or not cell.busy:
-            return
-        cell.busy = False
-        self._busy -= 1
-        self.tally.training_s += seconds
-        self._update_s += seconds
-        self._idle.append(rank)
-        self._wake()
-
-    def _stepped(self, update: int) -> None:
-        if self._again or self._busy:  # a member was lost meanwhile, and its micro-steps are done again
-            self._closing = False
-            self._wake()
-            return
-        members = {str(rank): 1 for rank in self._members}
-        self.tally.updates += 1
-        metrics = {"seconds_compute": self._update_s / len(members)}
-        self._say(e.UpdateDone(update, len(members), members, 0.0, metrics))
-        self._part("done")
-
-    def _part(self, how: str) -> None:
-        """The part of every member in the update is over."""
-        members, self._members = self._members, []
-        self._idle.clear()
-        self._claimed.clear()
-        for rank in members:
-            cell = self._cells[rank]
-            if cell.member:
-                cell.member = False
-                self._say(e.TrainingEnded(rank, cell.incarnation, self._update, how))
-
-    def _suspend_update(self, command: c.SuspendUpdate) -> None:
-        self._suspended = True
-        self._wake()
-
-    def _resume_update(self, command: c.ResumeUpdate) -> None:
-        self._suspended = False
-
-    def _bar_member(self, command: c.BarMember) -> None:
-        """All that a member did in the update is done again by the others."""
-        cell = self._cells[command.rank]
-        if command.rank in self._members:
-            self._members.remove(command.rank)
-        self._again += self._claimed.pop(command.rank, [])
-        if cell.member:
-            cell.member = False
-            self._busy -= cell.busy
-            cell.busy = False
-        self._wake()
+        self._stream.enter(cell)
 
     def _commit(self, command: c.Commit) -> None:
-        self._version = command.version
         self.tally.committed_at.append(self.now)
         self._say(e.PolicyCommitted(command.version, "", 0.0))

@@ -9,8 +9,8 @@ import pytest
 
 from gyre.simulate import compare
 from gyre.simulate.compare import VARIANTS, Result, Scenario
+from gyre.simulate.costs import Costs
 from gyre.simulate.workload import Entry, Trace
-from gyre.simulate.world import Costs
 
 TRACE = Trace("t", tuple(tuple(Entry(10.0 + 9 * ((3 * g + m) % 7), 1.0 + g) for m in range(4)) for g in range(6)))
 SCENARIO = Scenario(4, 2, 4, 3, train_ratio=0.5, costs=Costs(8.5, 3.5))

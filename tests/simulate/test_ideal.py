@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import ANY_VERSION, VARIANTS
+from gyre.simulate.costs import Costs, GroupWork
 from gyre.simulate.ideal import bound, ideal
-from gyre.simulate.world import Costs, GroupWork, World
+from gyre.simulate.world import World
 
 
 def sizes(cells: int, slots: int, batch_groups: int, updates: int, lookahead: float = 0.0, size: int = 2) -> Settings:

@@ -19,7 +19,8 @@ import pytest
 
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import VARIANTS, Scenario
-from gyre.simulate.world import Costs, GroupWork, World
+from gyre.simulate.costs import Costs, GroupWork
+from gyre.simulate.world import World
 
 SLOTS, GROUP_SIZE, MEAN_S = 2, 4, 500.0
 

@@ -16,10 +16,11 @@ from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate import compare
 from gyre.simulate.compare import VARIANTS, Scenario
+from gyre.simulate.costs import Costs, GroupWork
 from gyre.simulate.ideal import bound
 from gyre.simulate.trace import load
 from gyre.simulate.workload import shuffled
-from gyre.simulate.world import Costs, GroupWork, World
+from gyre.simulate.world import World
 from tests.simulate.reference import Colocated, Machine, Outcome, Plain, Split
 
 TRACES = sorted((Path(__file__).resolve().parents[2] / "benchmarks/traces").glob("*.jsonl"))
@@ -76,7 +77,7 @@ class Watched(World):
             cell = self._cells[rank]
             assert len(engine.live) <= self.settings.slots
             assert not engine.live or (cell.alive and cell.state is State.ROLLOUT), "it serves and is not in rollout"
-        for rank in self._members:
+        for rank in self._stream.members:
             assert self._cells[rank].state is State.TRAINING, "it trains and is not in training"
         assert self._where.keys() | self._left.keys() == self._started.keys()
         assert not self._where.keys() & self._left.keys()
