@@ -356,10 +356,10 @@ def explain(plan: Plan, case: Case, tokens: list[list[int]], seen: Measured) -> 
 # -- the table ---------------------------------------------------------------------------------------------------------
 def show(results: dict[str, Record]) -> None:
     """Print what was found."""
-    print(f"\n{'':16}{'measured':>10}{'simulated':>11}{'x elastic':>11}{'simulated':>11}{'off by':>9}")
+    print(f"\n{'':18}{'measured':>10}{'simulated':>11}{'x elastic':>11}{'simulated':>11}{'off by':>9}")
     for name, one in results.items():
         measured, simulated = one["measured"]["makespan"], one["simulated"]
-        line = f"{name:16}{measured:9.1f}s{simulated:10.1f}s"
+        line = f"{name:18}{measured:9.1f}s{simulated:10.1f}s"
         if "ratio" in one:
             line += f"{one['ratio']:11.3f}{one['ratio_simulated']:11.3f}{one['off']:9.1%}"
         print(line)
@@ -375,15 +375,15 @@ def show(results: dict[str, Record]) -> None:
         "moves": "moves",
         "executions_rerouted": "moved",
     }
-    print(f"{'':16}" + "".join(f"{title:>12}" for title in keys.values()))
+    print(f"{'':18}" + "".join(f"{title:>12}" for title in keys.values()))
     for name, one in results.items():
-        print(f"{name:16}" + "".join(f"{one['measured'][key]:12.4g}" for key in keys))
+        print(f"{name:18}" + "".join(f"{one['measured'][key]:12.4g}" for key in keys))
     print("\nload of the machine over the last minute of each: ", end="")
     print(", ".join(f"{name} {one['load']:.1f}" for name, one in results.items()))
     print("\nmakespans simulated as costs are added, seconds; 'measured' last")
     for name, one in results.items():
         parts = ", ".join(f"{title} {value:.1f}" for title, value in one["parts"].items())
-        print(f"{name:16}{parts}; measured {one['measured']['makespan']:.1f}")
+        print(f"{name:18}{parts}; measured {one['measured']['makespan']:.1f}")
 
 
 def main() -> int:
