@@ -159,7 +159,8 @@ class Memo:
             self._pickles.append(pickle.dumps(state, -1))
             self.ended.append(state.ended)
             self.waits.append(state.wake_at() is not None)
-        vars(state).clear()  # a state refers to itself, and a search cannot afford to look for such things
+        for part in (state.executions, state):
+            vars(part).clear()  # a state refers to itself, and a search cannot afford to look for such things
         return Step(number, tuple(x for x in commands if not isinstance(x, c.Log)), raised)
 
 

@@ -136,9 +136,11 @@ class Search:
 
     def _add(self, state: int, env: Env, parent: int, label: Label | None) -> int:
         key = env.key if not self.memo.ended[state] else (self.memo.ended[state], env.spoilt)
-        number = self._env_numbers.setdefault(key, len(self._envs))
-        if number == len(self._envs):
+        number = self._env_numbers.get(key)
+        if number is None:
+            number = len(self._envs)
             self._envs.append(key)
+            self._env_numbers[key] = number
         pair = (state, number)
         reached = self._numbers.setdefault(pair, len(self._states))
         if reached == len(self._states):

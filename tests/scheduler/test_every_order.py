@@ -23,8 +23,17 @@ from tests.scheduler.search import Counterexample, Found, search
 from tests.scheduler.small_world import KINDS, Small
 
 ALL = frozenset(KINDS)
-#: Kinds of faults of which two happen in the largest worlds.
-FULL = [("for good",), ("unusable", "try failed"), ("part",), ("host",), ("core engine",)]
+#: The largest worlds: cells, groups, faults, of which kinds.
+FULL = [
+    (3, 4, 2, {"for good"}),
+    (3, 4, 2, {"unusable", "try failed"}),
+    (3, 4, 2, {"part"}),
+    (3, 4, 2, {"host"}),
+    (3, 4, 2, {"core engine"}),
+    (3, 4, 1, ALL),
+    (3, 2, 2, {"cell"}),
+    (2, 4, 2, ALL),
+]
 
 
 def small(name: str, faults: int = 0, kinds: frozenset[str] = ALL, begun: bool = True, **changes) -> Small:
@@ -98,10 +107,11 @@ def test_joining_events_leaves_out_nothing_that_the_scheduler_could_be_told(kind
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["elastic"])
-@pytest.mark.parametrize("kinds", FULL, ids=" ".join)
-def test_three_cells_four_groups_two_faults(name, kinds):
-    look(name, small(name, 2, frozenset(kinds), cells=3, batch_groups=4, whole_groups=True))
+@pytest.mark.parametrize("cells, groups, faults, kinds", FULL)
+def test_the_largest_worlds(cells, groups, faults, kinds):
+    slots = 8 if cells == 2 else 4  # so that the others can serve all when the core leaves
+    world = small("elastic", faults, frozenset(kinds), cells=cells, slots=slots, batch_groups=groups, whole_groups=True)
+    look("elastic", world)
 
 
 # -- what the search has to find -------------------------------------------------------------------------------------
