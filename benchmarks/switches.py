@@ -20,7 +20,7 @@ from gyre.simulate.trace import load
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 SHAPES = ((8, 4, 16), (4, 8, 16), (16, 8, 32))
-SWITCHES = ("gain", "at_once", "stay", "returns", "longest_first")
+SWITCHES = ("gain", "at_once", "stay", "give_back", "longest_first")
 
 
 def only(switch: str) -> Variant:

@@ -341,6 +341,8 @@ class Config(_Section):
     def _check_split(self) -> None:
         scheduler, cells = self.scheduler, self.cells
         rollout = scheduler.rollout_cells
+        if scheduler.policy != "elastic" and (given := sorted(scheduler.elastic.model_fields_set)):
+            raise ValueError(f"scheduler.elastic.{given[0]} has no effect under policy {scheduler.policy}; remove it")
         if scheduler.policy not in ("async", "async-stream"):
             if rollout is not None:
                 raise ValueError(f"scheduler.rollout_cells has no effect under policy {scheduler.policy}; remove it")

@@ -282,10 +282,11 @@ class GateReason(Event):
 
 @dataclass(frozen=True)
 class UpdateSuspendedFor(Event):
-    """A starved update waits for a top-up."""
+    """An update waits for groups: its cells go back to rollout, and the core keeps the partial sum."""
 
     update: int
     missing: int
+    starved: bool = True  # nothing is open that could bring them; False: its cells are given back to what waits
 
 
 @dataclass(frozen=True)

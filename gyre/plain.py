@@ -79,6 +79,8 @@ class PlainReporter:
         kind = event["kind"]
         if kind == "run_started":
             self._started = self._said = self._said_state = self._clock()
+        if kind == "update_suspended_for" and not event.get("starved", True):
+            return  # cells that change roles, no trouble
         if kind in _AT_ONCE and self._said_at_once[kind] < _BURST:
             self.flush()
             self._said_at_once[kind] += 1

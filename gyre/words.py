@@ -118,7 +118,9 @@ def describe(config: Config, event: dict[str, Any]) -> str | None:
         detail = f": {event['detail']}" if event.get("detail") else ""
         return f"{rank_name(config, event['rank'])} {event['state'].lower()}{detail}"
     if kind == "update_suspended_for":
-        return f"update {event['update']} suspended: {count(event['missing'], 'group')} missing"
+        if event.get("starved", True):
+            return f"update {event['update']} suspended: {count(event['missing'], 'group')} missing"
+        return f"update {event['update']} waits for {count(event['missing'], 'group')}; its cells serve meanwhile"
     if kind == "batch_closed_short":
         return f"batch {event['batch']} closed short: {event['groups']} groups, {event['missing']} could not be had"
     if kind == "policy_published":

@@ -9,7 +9,7 @@ from gyre.events import GateReason, QuotaPublished
 from gyre.scheduler.burst import Batch, Phase, split
 from gyre.scheduler.commands import Dispatch, EndRun, Log, Planned, Train
 from gyre.scheduler.fleet import Cell
-from gyre.scheduler.policy import Decision, View
+from gyre.scheduler.policy import Decision, View, feed
 
 if TYPE_CHECKING:
     from gyre.scheduler.state import SchedulerState
@@ -44,7 +44,7 @@ def in_order(state: SchedulerState, groups: range, staying: int) -> list[int] | 
     if not state.settings.longest_first or state.measures.slot_s is None:
         return groups
     ordered = sorted(groups, key=lambda group: -(expected(group) or 0.0))
-    rest = len(ordered) - min(len(ordered) // 2, state.policy.first(view(state, state.now), staying))
+    rest = len(ordered) - min(len(ordered) // 2, feed(view(state, state.now), staying))
     return ordered[rest:] + ordered[:rest]
 
 
@@ -77,7 +77,7 @@ def view(state: SchedulerState, now: float) -> View:
     return View(
         now=now,
         w=state.level.w,
-        queued=state.executions.queued,
+        queued=0 if state.executions.engines.free else state.executions.queued,
         capacity=fleet.capacity,
         slots=settings.slots,
         all_slots=fleet.slots,
@@ -102,10 +102,10 @@ def view(state: SchedulerState, now: float) -> View:
 def say(
     state: SchedulerState, rank: int | None, decision: Decision, verbs: tuple[str, str] = ("stays", "moves")
 ) -> None:
-    """Keep the reason for the live view, and log it when it is another one. `verbs` are for no and for yes."""
+    """Keep the reason for the live view; log it when it is another one of this cell. `verbs` are for no and for yes."""
     state.decision = decision
-    if (rank, decision.code) != state.said:
-        state.said = (rank, decision.code)
+    if state.said.get(rank) != decision.code:
+        state.said[rank] = decision.code
         subject = "no cell" if rank is None else f"cell {rank}"
         verb = "moves" if rank is None else verbs[decision.yes]
         state.emit(Log(GateReason(f"{subject} {verb}", decision.reason)))

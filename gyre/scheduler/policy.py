@@ -2,7 +2,8 @@
 
 A policy sees a `View`, numbers only, and answers each question with a `Decision`: yes or no, and why. It knows neither
 ranks nor clocks, keeps no state, and can be driven by a simulator or a test as well as by a run. What no policy may
-decide otherwise is not asked here: the order of cells, what must be covered when one leaves, who may join which update.
+decide otherwise is not asked here: the order of cells, that the others cover the waterlevel when one leaves
+(`rules.move_next`), who may join which update.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class View:
 
     now: float
     w: int  # executions queued or running
-    queued: int  # of them, those that wait for a slot
+    queued: int  # of them, those that wait for a slot, as all are taken
     capacity: int  # slots of all engines now in rollout
     slots: int  # of one cell
     all_slots: int  # of all living engines, in rollout or not
@@ -72,10 +73,7 @@ class Policy(Protocol):
     def keep(self, view: View) -> tuple[int, Decision]:
         """How many cells of the prefix stay in training for the next batch, whose quota is in `view.w`, and why."""
 
-    def first(self, view: View, count: int) -> int:
-        """How many short groups of a quota are granted before all others, to feed `count` cells in training."""
-
-    def give_back(self, view: View) -> Decision:
+    def gives_back(self, view: View) -> Decision:
         """May the update be suspended, since cells in it idle that executions in the queue could use?"""
 
 
@@ -120,7 +118,7 @@ class Elastic:
 
     gain: bool = True  # `_worth`: a move is judged by what it gains, not by a fraction of the batch
     stay: bool = True  # `keep`: cells stay in training for the next batch
-    returns: bool = True  # `give_back`: cells that idle in training go back to executions that wait
+    give_back: bool = True  # `gives_back`: cells that idle in training go back to executions that wait
     moves_at_once: int = 1_000_000
 
     name = "elastic"
@@ -128,23 +126,13 @@ class Elastic:
     @classmethod
     def plain(cls) -> Elastic:
         """The policy of thresholds alone, one cell at a time."""
-        return cls(gain=False, stay=False, returns=False, moves_at_once=1)
+        return cls(gain=False, stay=False, give_back=False, moves_at_once=1)
 
     def threshold(self, batch_groups: int, remaining: int, fraction: float) -> float:
         """A fraction of the batch, or whatever is left of it."""
         return min(fraction * batch_groups, remaining)
 
     def move(self, view: View) -> Decision:
-        """Capacity left covers w, and there is enough to train on (invariant 4)."""
-        supplied = self._worth(view)
-        if not supplied.yes:
-            return supplied
-        left = view.capacity - view.slots
-        if left < view.w:
-            return _no("waterlevel", f"the {left} slots left would not cover the waterlevel of {view.w}")
-        return _go("go", f"{supplied.reason}, and the {left} slots left cover the waterlevel of {view.w}")
-
-    def _worth(self, view: View) -> Decision:
         """Whether moving the next cell is worth the seconds in which it does nothing.
 
         n cells train on A cell-seconds of ready work. One more that joins after s seconds finds A - n * s of it left
@@ -173,9 +161,9 @@ class Elastic:
 
         A cell that stays saves two switches and, more, the slots that stand idle while w falls by a cell's worth before
         it could leave again. It costs what it idles while executions wait. So count cells stay if the groups that are
-        ready keep them busy until the queue is empty, or for `BUSY` executions' time; or if the queue lasts for `WAVES`
-        executions' time at least, so that short groups can be granted first to feed them, and those are a small part of
-        the batch.
+        ready keep them busy until the queue is empty, or for `BUSY` executions' time; or if there is something for the
+        start and the queue lasts for `WAVES` executions' time at least, so that short groups can be granted first to
+        feed them, and those are a small part of the batch.
         """
         if not self.stay or view.group_work is None or not view.execution_s:
             return self._keep_core(view)
@@ -183,7 +171,7 @@ class Elastic:
         most = min(view.training, int(view.group_work / (view.group_work + rollout) * view.cells))
         for count in range(most, 0, -1):
             if self._busy(view, count):
-                return count, _go("stay", f"{view.supply} groups are ready for them")
+                return count, _go("stay", f"{view.supply} groups are ready for {count} of them")
         return 0, _no(
             "supply", f"{view.supply} ready groups do not keep a cell busy while {view.queued} executions wait"
         )
@@ -195,7 +183,9 @@ class Elastic:
         busy_s = view.supply * view.group_work / count
         if busy_s >= max(view.to_training_s + view.to_rollout_s, min(queue_s, BUSY * view.execution_s)):
             return True
-        return queue_s >= WAVES * view.execution_s and feed(view, count) <= view.batch_groups / 3
+        # With nothing ready at all they would be given back before the first short group is over.
+        fed = view.supply > 0 and feed(view, count) <= view.batch_groups / 3
+        return fed and queue_s >= WAVES * view.execution_s
 
     @staticmethod
     def _keep_core(view: View) -> tuple[int, Decision]:
@@ -207,13 +197,9 @@ class Elastic:
             return 0, _no("waterlevel", f"the {others} slots of the others would not cover {view.w}")
         return 1, _go("stay", f"{view.supply} groups are ready, and {others} slots cover {view.w}")
 
-    def first(self, view: View, count: int) -> int:
-        """What those cells train on until the executions granted now are over."""
-        return feed(view, count)
-
-    def give_back(self, view: View) -> Decision:
+    def gives_back(self, view: View) -> Decision:
         """Nothing to claim for as long as the way there and back takes, while executions wait for slots."""
-        if not self.returns or view.dry_since is None or not view.queued:
+        if not self.give_back or view.dry_since is None or not view.queued:
             return _no("busy", "the update has work, or nobody waits for slots")
         # In the very terms of `SchedulerState.wake_at`: what rounds differently there would not come true at that time.
         if view.now < view.dry_since + view.to_training_s + view.to_rollout_s:
@@ -235,7 +221,7 @@ class Colocate:
     def move(self, view: View) -> Decision:
         """Everything that was dispatched is closed, and the batch is ready (or being trained already)."""
         if view.w:
-            return _no("waterlevel", f"{view.w} executions are open")
+            return _no("open", f"{view.w} executions are open")
         if view.training or view.closing:
             return _go("together", "all cells train together")
         if view.supply_since is None:
@@ -256,11 +242,7 @@ class Colocate:
         """None."""
         return 0, _no("back", "the burst is over")
 
-    def first(self, view: View, count: int) -> int:
-        """None."""
-        return 0
-
-    def give_back(self, view: View) -> Decision:
+    def gives_back(self, view: View) -> Decision:
         """Never: nothing waits while cells train."""
         return _no("never", "all cells train together")
 
@@ -302,11 +284,7 @@ class Async:
         """All."""
         return view.training, _go("dedicated", "the cells that train only train")
 
-    def first(self, view: View, count: int) -> int:
-        """What the cells that train need, where they begin with the first group."""
-        return feed(view, count) if self.streaming else 0
-
-    def give_back(self, view: View) -> Decision:
+    def gives_back(self, view: View) -> Decision:
         """Never."""
         return _no("never", "the split is fixed")
 

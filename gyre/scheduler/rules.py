@@ -214,21 +214,31 @@ def join(state: SchedulerState, now: float) -> bool:
 
 
 def move_next(state: SchedulerState, now: float) -> bool:
-    """One cell at a time, core first, then satellites by index, as the policy decides."""
+    """The next cell, core first, then satellites by index, as the policy decides."""
     cell, hindrance = candidate(state)
     if cell is None:
         if hindrance is not None:
             say(state, None, hindrance)
         return False
-    decision = hindrance or state.policy.move(view(state, now))
+    decision = hindrance or covered(state, cell, state.policy.move(view(state, now)))
     say(state, cell.rank, decision)
     if decision.yes:
         state.fleet.order_training(cell, decision.reason)
     return decision.yes
 
 
+def covered(state: SchedulerState, cell: Cell, decision: Decision) -> Decision:
+    """A policy's decision to move a cell, unless the slots left would not cover the waterlevel (invariant 4)."""
+    if not decision.yes or not cell.routed:
+        return decision
+    left, w = state.fleet.capacity - state.settings.slots, state.level.w
+    if left < w:
+        return _no("waterlevel", f"the {left} slots left would not cover the waterlevel of {w}")
+    return Decision(True, decision.code, f"{decision.reason}, and the {left} slots left cover the waterlevel of {w}")
+
+
 def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
-    """The next cell to move, and what hinders it beside the policy; neither where `open_update` has the say."""
+    """The next cell to move, and what hinders it beside the policy; neither where there is nothing to say of it."""
     fleet, update, generation = state.fleet, state.update, state.generation
     if state.finishing:
         return None, _no("finished", "all batches are trained")
@@ -250,7 +260,7 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
             return None, _no("broken", "a cell was lost; prefix groups are built again when no update runs")
         cell = fleet.cells[generation.ranks[following]]
         if state.settings.trainers and not fleet.dedicated(cell.rank):
-            return None, _no("split", f"all {following} cells that train are in training")
+            return None, None
     return cell, _hindrance(state, cell)
 
 

@@ -32,18 +32,18 @@ def suspend(state: SchedulerState, now: float) -> bool:
         return False
     if not state.level.w and not state.batch.top_ups:
         return close_short(state)
-    suspend_update(state, "the update is starved")
+    suspend_update(state, "the update is starved", starved=True)
     return True
 
 
-def suspend_update(state: SchedulerState, reason: str) -> None:
+def suspend_update(state: SchedulerState, reason: str, starved: bool) -> None:
     """Have the members bring their partial sums to the core; who is still on the way turns back."""
     fleet, update = state.fleet, state.update
     for rank in reversed(list(fleet.moving)):
         order_back(state, fleet.cells[rank], reason)
     update.phase = Phase.SUSPENDING
     state.emit(SuspendUpdate(update.number))
-    state.emit(Log(UpdateSuspendedFor(update.number, state.batch.remaining)))
+    state.emit(Log(UpdateSuspendedFor(update.number, state.batch.remaining, starved)))
 
 
 def give_back(state: SchedulerState, now: float) -> bool:
@@ -51,12 +51,12 @@ def give_back(state: SchedulerState, now: float) -> bool:
     update = state.update
     if update.dry_since is None or update.stepped or update.joining is not None:
         return False
-    decision = state.policy.give_back(view(state, now))
+    decision = state.policy.gives_back(view(state, now))
     if not decision.yes:
         return False
     say(state, 0, decision, ("stays", "goes back"))
     update.given_back = True
-    suspend_update(state, decision.reason)
+    suspend_update(state, decision.reason, starved=False)
     return True
 
 

@@ -73,7 +73,7 @@ class SchedulerState:
         self.finishing = False  # all batches are trained
         self.ended = ""  # how the attempt ended
         self.decision = Decision(False, "", "")
-        self.said: tuple[int | None, str] | None = None
+        self.said: dict[int | None, str] = {}  # the latest reason of every cell, by its code
         self.restored: list[Group] = []  # groups found closed at a resume
         self.missing: tuple[int, ...] = ()  # executions found without a spec at a resume
         self.resumed = False
@@ -159,7 +159,7 @@ class SchedulerState:
             return None
         since, dry = self.supply.since, self.update.dry_since
         times = [] if since is None else [since + self.settings.supply_hold]
-        if dry is not None and self.executions.queued:
+        if dry is not None and self.executions.queued and not self.executions.engines.free:
             times.append(dry + self.measures.to_training_s + self.measures.to_rollout_s)
         return min((time for time in times if time > self.now), default=None)
 
@@ -327,7 +327,7 @@ class SchedulerState:
         if self.update.phase is Phase.OPENING:  # its opening was not heard of
             self._opened()
         self.update.stepped = self.update.closed = True
-        self.measures.update(self.update.taken, event.cell_seconds)
+        self.measures.update(self.update.groups, event.cell_seconds)
 
     def _policy_committed(self, event: PolicyCommitted) -> None:
         if self.update.phase is Phase.COMMITTING and event.version == self.batch.number:

@@ -71,18 +71,16 @@ MEASURED = {"group_work": 40.0, "execution_s": 100.0, "to_training_s": 8.0, "to_
     "changes, code",
     [
         ({}, "go"),
-        ({"w": 9}, "waterlevel"),
         ({"now": 14.9}, "hold"),
         ({"supply_since": None}, "supply"),
         ({"remaining": 0}, "taken"),
         ({"remaining": 0, "closing": True}, "go"),
-        ({"closing": True, "w": 9}, "waterlevel"),
         ({**MEASURED, "now": 5.0}, "hold"),  # measured or not, the plain policy goes by thresholds
     ],
 )
 def test_plain_elastic_moves(changes, code):
     decision = Elastic.plain().move(look(**changes))
-    assert (decision.yes, decision.code) == (code == "go", code) and decision.reason
+    assert decision.reason and (decision.code == code if code != "go" else decision.yes)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,6 @@ def test_plain_elastic_moves(changes, code):
     [
         ({}, "hold"),  # nothing is measured yet: by thresholds
         (MEASURED, "go"),
-        ({**MEASURED, "w": 9}, "waterlevel"),
         ({**MEASURED, "supply": 0}, "worth"),
         ({**MEASURED, "supply": 1, "training": 2}, "go"),  # (40 - 2 * 8) / 3 = 8 > 4
         ({**MEASURED, "supply": 1, "training": 3}, "worth"),  # (40 - 3 * 8) / 4 = 4
@@ -101,7 +98,7 @@ def test_plain_elastic_moves(changes, code):
 )
 def test_elastic_moves_for_what_a_move_gains(changes, code):
     decision = Elastic().move(look(**{"supply_since": 19.0, **changes}))
-    assert (decision.yes, decision.code) == (code == "go", code) and decision.reason
+    assert decision.reason and (decision.code == code if code != "go" else decision.yes)
 
 
 @pytest.mark.parametrize("changes, code", [({}, "stay"), ({"w": 25}, "waterlevel"), ({"supply_since": None}, "supply")])
@@ -119,8 +116,9 @@ def test_plain_elastic_keeps_the_core(changes, code):
         ({"supply": 0}, 0),
         ({"w": 30}, 2),  # the queue lasts 50 s, and 3 groups keep 2 cells busy for 60
         ({"w": 45}, 1),  # 125 s; for 75 s, BUSY, one cell has work
-        ({"w": 60, "supply": 0, "batch_groups": 9}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
-        ({"w": 60, "supply": 0, "batch_groups": 8}, 0),
+        ({"w": 60, "supply": 1, "batch_groups": 9}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
+        ({"w": 60, "supply": 1, "batch_groups": 8}, 0),
+        ({"w": 60, "supply": 0, "batch_groups": 9}, 0),  # it would be given back before the first of them is over
         ({"group_work": None}, 0),
     ],
 )
@@ -132,7 +130,7 @@ def test_elastic_keeps_cells_that_have_work(changes, count):
 def test_a_decision_that_was_due_at_a_time_is_taken_at_that_time():
     """0.1 + 0.2 - 0.1 < 0.2 in floats: the sum that says when to look again is the one that is compared."""
     assert Elastic.plain().move(look(now=0.1 + 0.2, supply_since=0.1, supply_hold=0.2)).yes
-    assert Elastic().give_back(look(**{**MEASURED, "to_training_s": 0.1, "to_rollout_s": 0.2, "queued": 1,
+    assert Elastic().gives_back(look(**{**MEASURED, "to_training_s": 0.1, "to_rollout_s": 0.2, "queued": 1,
                                        "dry_since": 0.3, "now": 0.3 + 0.1 + 0.2})).yes  # fmt: skip
 
 
@@ -140,15 +138,15 @@ def test_a_decision_that_was_due_at_a_time_is_taken_at_that_time():
     "changes, yes", [({}, True), ({"queued": 0}, False), ({"dry_since": 8.1}, False), ({"dry_since": None}, False)]
 )
 def test_elastic_gives_cells_back_that_have_nothing_to_train_on_while_others_wait(changes, yes):
-    assert Elastic().give_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes is yes
-    assert not Elastic.plain().give_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes
+    assert Elastic().gives_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes is yes
+    assert not Elastic.plain().gives_back(look(**{**MEASURED, "queued": 1, "dry_since": 8.0, **changes})).yes
 
 
 @pytest.mark.parametrize(
     "changes, code",
     [
         ({"w": 0}, "go"),
-        ({"w": 1}, "waterlevel"),
+        ({"w": 1}, "open"),
         ({"w": 0, "supply_since": None}, "supply"),
         ({"w": 0, "supply_since": None, "training": 2}, "together"),
     ],

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from gyre.events import Tick
 from gyre.scheduler import commands as c
 from gyre.scheduler.policy import Async, Colocate, Elastic
 from gyre.scheduler.settings import Settings
@@ -103,3 +104,17 @@ def test_worlds_reach_what_they_are_meant_to_reach():
         seen.update(type(command).__name__ for _, command in driven.log)
     kinds = {kind.__name__ for kind in c.Command.__subclasses__()}
     assert kinds - set(seen) == set()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_time_that_passes_is_not_logged(name):
+    """A run ticks several times a second; a reason is logged when it changes, whoever else has one."""
+    driven = world(3 * 7, name).start()
+    for moment in range(1, 40):
+        driven.run(until=10.0 * moment)
+        if driven.ended:
+            break
+        driven.state.handle(Tick(), driven.now)
+        logged = [command for _ in range(20) for command in driven.state.handle(Tick(), driven.now)]
+        assert logged == [], (driven.now, logged)
+    assert moment > 5

@@ -92,7 +92,7 @@ def test_the_best_split_is_the_fastest_over_all_repeats():
     assert list(compare.splits(SCENARIO, VARIANTS["elastic"])) == [None]
 
 
-@pytest.mark.parametrize("switch", ["gain", "stay", "returns", "at_once", "longest_first", "adapt_lookahead"])
+@pytest.mark.parametrize("switch", ["gain", "stay", "give_back", "at_once", "longest_first", "adapt_lookahead"])
 def test_switches_can_be_taken_away(switch):
     variant = compare.without(VARIANTS["elastic"], switch)
     assert variant != VARIANTS["elastic"] or switch == "adapt_lookahead"
