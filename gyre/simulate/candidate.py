@@ -100,6 +100,19 @@ class Workload:
         return HOUR * gpus / self.mean_gpu_seconds(slots_per_gpu)
 
 
+def warm_up(lookahead: float) -> int:
+    """Batches before those that are measured."""
+    return 1 + math.ceil(lookahead)
+
+
+def batches_of(batch_groups: int, lookahead: float, groups: int) -> int:
+    """Batches of a simulation in which at least `groups` groups are measured.
+
+    At its end there is one batch more than can ever be outstanding when the run is left: no quota is cut short before.
+    """
+    return warm_up(lookahead) + max(1, -(-groups // batch_groups)) + math.ceil(lookahead) + 1
+
+
 def measure(
     workload: Workload,
     gpus: int,
@@ -125,12 +138,11 @@ def measure(
         max_staleness: versions; a group that is older is dropped and another one rolled out in its place.
     """
     size, spg, batch = candidate.gpus_per_cell, candidate.slots_per_gpu, candidate.batch_groups
-    ahead = math.ceil(candidate.lookahead)
-    warm = 1 + ahead
-    last = warm + max(1, -(-groups // batch))
+    warm = warm_up(candidate.lookahead)
+    batches = batches_of(batch, candidate.lookahead, groups)
+    last = batches - warm
     costs = Costs(*switch, slowdown=_engine_slowdown(workload.slowdown, candidate))
-    # One batch more than can ever be outstanding when the run is left: no quota is cut short before.
-    scenario = Scenario(gpus // size, candidate.slots, batch, last + ahead + 1, candidate.lookahead, costs=costs)
+    scenario = Scenario(gpus // size, candidate.slots, batch, batches, candidate.lookahead, costs=costs)
     policy = VARIANTS[variant]
     settings = scenario.settings(workload.trace.size, policy, rollout_cells)
     if max_staleness is not None:

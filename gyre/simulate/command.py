@@ -7,13 +7,10 @@ import json
 import math
 import random
 import sys
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from gyre import timeline, timeline_page, words
@@ -21,19 +18,19 @@ from gyre.errors import UserError
 from gyre.simulate import compare, pool
 from gyre.simulate.compare import VARIANTS, Result, Scenario
 from gyre.simulate.costs import Costs
+from gyre.simulate.options import (
+    MOST,
+    MOST_EXECUTIONS,
+    MOST_TOGETHER,
+    dashed,
+    distinct,
+    finite,
+    switch,
+    train_ratio,
+    whole,
+)
 from gyre.simulate.trace import load
-from gyre.simulate.workload import LONGEST, Trace
-
-#: Beyond these a number is a slip of the pen, or would take days to simulate.
-MOST = {
-    "cells": 100_000,
-    "slots": 10_000,
-    "batch_groups": 1_000_000,
-    "updates": 1_000_000,
-    "repeats": 100_000,
-    "workers": 1_000,
-}
-MOST_EXECUTIONS = 5_000_000  # of one run
+from gyre.simulate.workload import Trace
 
 Job = tuple[str, int | None, int]  # policy, rollout cells, repeat
 
@@ -44,12 +41,14 @@ def run(options: argparse.Namespace) -> int:
     scenario = scenario_of(options, trace)
     policies = policies_of(options, scenario)
     bearable(scenario, trace, policies, options.repeats)
-    for out in (options.json, options.html):
-        writable(out)
+    distinct({"--trace": options.trace}, {"--json": options.json, "--html": options.html})
     results = compared(scenario, trace, policies, options.repeats, options.seed, options.workers, sys.stderr.isatty())
     print(_title(scenario, trace, options.repeats))
     print(f"x: times as long as {policies[0]}; ideal, bound: what was reached of them; stale: mean policy versions")
-    Console(highlight=False).print(_table(results))
+    console, table = Console(highlight=False), _table(results, scenario)
+    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False)  # no figure is cut
+    for line in fallen_short(results, scenario, options.repeats):
+        print(line, file=sys.stderr)
     if options.json:
         report = {"trace": trace.name, "scenario": _described(scenario, options), "policies": results}
         timeline_page.write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
@@ -65,21 +64,14 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
     Raises:
         UserError: a number makes no sense; it says which.
     """
-    for name, most in MOST.items():
-        value = getattr(options, name)
-        if not 1 <= value <= most:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1 and at most {most}")
+    for name in ("cells", "slots", "batch_groups", "updates", "repeats", "workers"):
+        whole(name, getattr(options, name))
     for name in ("lookahead", "slowdown", "supply_hold"):
         finite(name, getattr(options, name))
     if options.lookahead > 16:
         raise UserError(f"--lookahead is {options.lookahead:g}; it is in batches, and at most 16")
     if not 0 < options.supply_fraction <= 1:
         raise UserError(f"--supply-fraction is {options.supply_fraction:g}; it must be more than 0 and at most 1")
-    ratio = options.train_ratio
-    if ratio is None and any(entry.train_s is None for group in trace.groups for entry in group):
-        raise UserError(f"the trace {trace.name} does not say how long training takes; give --train-ratio, e.g. 0.5")
-    if ratio is not None:
-        finite("train_ratio", ratio)
     to_training, to_rollout = switch(options.switch)
     return Scenario(
         cells=options.cells,
@@ -87,7 +79,7 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
         batch_groups=options.batch_groups,
         updates=options.updates,
         lookahead=options.lookahead,
-        train_ratio=ratio,
+        train_ratio=train_ratio(options.train_ratio, trace),
         costs=_costs(options, to_training, to_rollout),
         supply_fraction=options.supply_fraction,
         supply_hold=options.supply_hold,
@@ -98,7 +90,7 @@ def scenario_of(options: argparse.Namespace, trace: Trace) -> Scenario:
 def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -> Costs:
     for name in ("failed", "try_failed"):
         if not 0 <= getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is a probability; it must be at least 0 and less than 1")
+            raise UserError(f"{dashed(name)} is a probability; it must be at least 0 and less than 1")
     if options.timeout is not None and not (options.timeout > 0 and math.isfinite(options.timeout)):
         raise UserError(f"--timeout is {options.timeout:g}; it must be more than 0 seconds")
     if not 0 <= options.cell_failures <= MOST["cells"]:
@@ -113,24 +105,6 @@ def _costs(options: argparse.Namespace, to_training: float, to_rollout: float) -
         timeout_s=options.timeout,
         cell_failures=options.cell_failures,
     )
-
-
-def finite(name: str, value: float) -> None:
-    """Refuse an option that is no number of at least 0, or is out of all proportion."""
-    if not 0 <= value <= LONGEST:
-        what = f"a number of at least 0 and at most {LONGEST:g}"
-        raise UserError(f"--{name.replace('_', '-')} is {value:g}; it must be {what}")
-
-
-def switch(text: str) -> tuple[float, float]:
-    """What --switch says: seconds to training and back."""
-    try:
-        to_training, to_rollout = map(float, text.split(","))
-    except ValueError:
-        to_training = to_rollout = math.nan
-    if not all(0 <= value <= LONGEST for value in (to_training, to_rollout)):
-        raise UserError(f"--switch is {text!r}; write two times in seconds, to training and back: 8.5,3.5")
-    return to_training, to_rollout
 
 
 def policies_of(options: argparse.Namespace, scenario: Scenario) -> list[str]:
@@ -164,32 +138,11 @@ def bearable(scenario: Scenario, trace: Trace, policies: list[str], repeats: int
             f"{executions:,} executions; at most {MOST_EXECUTIONS:,} are simulated, so give fewer --updates"
         )
     runs = repeats * sum(scenario.cells - 1 if VARIANTS[name].split else 1 for name in policies)
-    if runs * executions > 200 * MOST_EXECUTIONS:
+    if runs * executions > MOST_TOGETHER:
         raise UserError(
             f"{runs:,} runs of {executions:,} executions take too long; give fewer --repeats, or a --policy without "
             "async, which tries every split"
         )
-
-
-def writable(out: str | None) -> None:
-    """Find out before the work whether what it results in can be written.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if not out:
-        return
-    if Path(out).is_dir():
-        raise UserError(f"cannot write {out}: it is a directory; name a file")
-    try:
-        if Path(out).is_file():
-            open(out, "ab").close()
-        elif not Path(out).exists():
-            tempfile.TemporaryFile(dir=Path(out).parent).close()
-    except OSError as error:
-        raise UserError(
-            f"cannot write {out}: {error.strerror}; name a file in a directory that can be written to"
-        ) from error
 
 
 # -- the work --------------------------------------------------------------------------------------------------------
@@ -210,12 +163,9 @@ def compared(
         for repeat in range(repeats)
     ]
     by_policy: dict[str, dict[int | None, list[Result]]] = {name: defaultdict(list) for name in policies}
-    results = pool.results(_job, (scenario, trace, seed), jobs, workers)
-    with Progress(console=Console(stderr=True), transient=True, disable=not show) as progress:
-        bar = progress.add_task("simulating", total=len(jobs))
-        for (name, split, _), result in zip(jobs, results, strict=True):
-            by_policy[name][split].append(result)
-            progress.advance(bar)
+    results = pool.watched(_job, (scenario, trace, seed), jobs, workers, show)
+    for (name, split, _), result in zip(jobs, results, strict=True):
+        by_policy[name][split].append(result)
     return {name: compare.best(by_split)[1] for name, by_split in by_policy.items()}
 
 
@@ -256,20 +206,36 @@ def _title(scenario: Scenario, trace: Trace, repeats: int) -> str:
     )
 
 
-def _table(results: dict[str, dict[str, Any]]) -> Table:
+def fallen_short(results: dict[str, dict[str, Any]], scenario: Scenario, repeats: int) -> list[str]:
+    """A line for every policy that did not train in every repeat all that was asked."""
+    groups = scenario.updates * scenario.batch_groups
+    return [
+        f"gyre: {_name(policy, figures)}: {figures['incomplete']} of {words.count(repeats, 'repeat')} trained less "
+        f"than asked, as little as {figures['updates']:,} of {scenario.updates:,} batches and {figures['groups']:,} of "
+        f"{groups:,} groups ({figures['why']}); these times compare with nothing"
+        for policy, figures in results.items()
+        if not figures["completed"]
+    ]
+
+
+def _table(results: dict[str, dict[str, Any]], scenario: Scenario) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("policy", no_wrap=True)
-    for name in ("R", "makespan", "x", "ideal", "bound", "stale", "max", "busy", "moves"):
+    short = not all(figures["completed"] for figures in results.values())
+    trained = ("updates", "groups") if short else ()
+    for name in ("R", "makespan", *trained, "x", "ideal", "bound", "stale", "max", "busy", "moves"):
         table.add_column(name, justify="right", no_wrap=True)
-    first = next(iter(results.values()))["makespan_s"]
+    first = next(iter(results.values()))
     for policy, figures in results.items():
+        comparable = first["completed"] and figures["completed"] and first["makespan_s"]
+        asked = {"updates": scenario.updates, "groups": scenario.updates * scenario.batch_groups}
         table.add_row(
             policy,
             str(figures.get("rollout_cells", "")),
             f"{figures['makespan_s']:,.0f} s",
-            f"{figures['makespan_s'] / first:.3f}" if first else "-",
-            f"{figures['of_ideal']:.3f}",
-            f"{figures['of_bound']:.3f}",
+            *(f"{figures[name]:,}/{asked[name]:,}" for name in trained),
+            f"{figures['makespan_s'] / first['makespan_s']:.3f}" if comparable else "-",
+            *("-" if figures[name] is None else f"{figures[name]:.3f}" for name in ("of_ideal", "of_bound")),
             f"{figures['staleness_mean']:.2f}",
             str(figures["staleness_max"]),
             f"{figures['busy_fraction']:.3f}",
@@ -290,5 +256,7 @@ def _page(scenario: Scenario, trace: Trace, results: dict[str, dict[str, Any]], 
     return timeline_page.page(f"{trace.name}: {scenario.cells} cells of {scenario.slots} slots", runs)
 
 
-def _shown(value: float) -> str:
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "not complete"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3f}"

@@ -94,20 +94,23 @@ class Result:
     ideal_s: float
     updates: int
     moves: int
-    staleness: tuple[int, ...]  # per trained group
+    staleness: tuple[int, ...]  # per group that was taken to be trained
     busy_fraction: float
+    short: str = ""  # why not all groups that were asked for were trained; empty where they were
 
 
 def work_of(scenario: Scenario, trace: Trace, groups: Sequence[Group]) -> list[GroupWork]:
-    """What groups cost: their own durations, and training by the ratio or as the trace says."""
+    """What groups cost: their own durations, cut at the timeout, and training by the ratio or as the trace says."""
+    longest = scenario.costs.timeout_s
+    rollout = [
+        tuple(entry.rollout_s if longest is None else min(entry.rollout_s, longest) for entry in group)
+        for group in groups
+    ]
     if scenario.train_ratio is None:
-        return [GroupWork(_rollout(group), sum(entry.train_s or 0.0 for entry in group)) for group in groups]
-    train_s = scenario.train_ratio * trace.mean_rollout_s * trace.size / scenario.slots
-    return [GroupWork(_rollout(group), train_s) for group in groups]
-
-
-def _rollout(group: Group) -> tuple[float, ...]:
-    return tuple(entry.rollout_s for entry in group)
+        trained = [sum(entry.train_s or 0.0 for entry in group) for group in groups]
+    else:
+        trained = [scenario.train_ratio * trace.mean_rollout_s * trace.size / scenario.slots] * len(groups)
+    return [GroupWork(*costs) for costs in zip(rollout, trained, strict=True)]
 
 
 def simulate(
@@ -137,8 +140,9 @@ def simulate(
     free = ideal(settings, work)
     costs = scenario.costs if scenario.costs.horizon_s else replace(scenario.costs, horizon_s=free)
     world = World(settings, lambda number: work[number % len(work)], costs, state, random, record).run()
-    tally = world.tally
-    makespan = tally.committed_at[-1] if tally.committed_at else world.now
+    tally, short = world.tally, _short(world, count)
+    makespan = world.now if short or not tally.committed_at else tally.committed_at[-1]
+    slot_s = tally.served_slot_s / settings.slots + tally.training_s
     return Result(
         makespan_s=makespan,
         bound_s=bound(settings, work),
@@ -146,8 +150,17 @@ def simulate(
         updates=tally.updates,
         moves=tally.moves,
         staleness=tuple(tally.staleness),
-        busy_fraction=(tally.served_slot_s / settings.slots + tally.training_s) / (settings.cells * makespan),
+        busy_fraction=slot_s / (settings.cells * makespan) if makespan else 1.0,
+        short=short,
     )
+
+
+def _short(world: World, groups: int) -> str:
+    """Why a run that is over trained fewer groups than it was to; empty where it trained them all."""
+    ended, trained = world.ended, len(world.tally.staleness)
+    if ended is None or ended.how != "completed":
+        return "it did not end" if ended is None else ended.detail or ended.how
+    return "batches were closed short" if trained < groups else ""
 
 
 def splits(scenario: Scenario, variant: Variant) -> Iterable[int | None]:
@@ -156,34 +169,55 @@ def splits(scenario: Scenario, variant: Variant) -> Iterable[int | None]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """Repeats of one policy, as the JSON has them: means of times, quotients of sums."""
+    """Repeats of one policy, as the JSON has them: means of times, quotients of sums.
+
+    What is reached of ideal and bound is None where not all repeats trained what was asked: they are of all of it.
+    """
     makespan = sum(result.makespan_s for result in results)
+    short = [result.short for result in results if result.short]
+
+    def reached(least: float) -> float | None:
+        return None if short else least / makespan if makespan else 1.0
+
     stale = [versions for result in results for versions in result.staleness]
     count = len(results)
-    return {
+    figures: dict[str, Any] = {
+        "completed": not short,
         "makespan_s": makespan / count,
         "bound_s": sum(result.bound_s for result in results) / count,
-        "of_bound": sum(result.bound_s for result in results) / makespan if makespan else 1.0,
+        "of_bound": reached(sum(result.bound_s for result in results)),
         "ideal_s": sum(result.ideal_s for result in results) / count,
-        "of_ideal": sum(result.ideal_s for result in results) / makespan if makespan else 1.0,
+        "of_ideal": reached(sum(result.ideal_s for result in results)),
         "updates": min(result.updates for result in results),
+        "groups": min(len(result.staleness) for result in results),
         "moves": sum(result.moves for result in results) / count,
         "staleness_max": max(stale, default=0),
         "staleness_mean": sum(stale) / len(stale) if stale else 0.0,
         "busy_fraction": sum(result.busy_fraction for result in results) / count,
     }
+    if short:
+        figures |= {"incomplete": len(short), "why": short[0]}
+    return figures
 
 
 def best(by_split: dict[int | None, list[Result]]) -> tuple[int | None, dict[str, Any]]:
-    """The split with the shortest mean makespan, and its summary, which also lists the makespans of all splits."""
+    """The split with the shortest mean makespan of those that trained everything, and its summary.
+
+    That also lists the makespans of all splits; None where a split did not train everything.
+    """
     summaries = {split: summary(results) for split, results in by_split.items()}
-    chosen = min(summaries, key=lambda split: (summaries[split]["makespan_s"], split or 0))
+
+    def preference(split: int | None) -> tuple[int, float, int]:
+        one = summaries[split]
+        return 0 if one["completed"] else 1 + one.get("incomplete", 0), one["makespan_s"], split or 0
+
+    chosen = min(summaries, key=preference)
     figures = summaries[chosen]
     if chosen is not None:
         figures = {
             **figures,
             "rollout_cells": chosen,
-            "splits": {str(split): summaries[split]["makespan_s"] for split in summaries},
+            "splits": {str(split): one["makespan_s"] if one["completed"] else None for split, one in summaries.items()},
         }
     return chosen, figures
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gyre import words
 from gyre.errors import UserError
 from gyre.simulate.candidate import Candidate, Figures
 from gyre.simulate.compare import HOST_EXECUTIONS
@@ -207,9 +208,9 @@ def reasons(plan: Plan, choices: Choices, limits: Limits) -> list[str]:
     fastest = max(one.groups_per_hour for one in plan.figures.values() if limits.keeps(one))
     things = (
         ("lookahead", f"lookahead {chosen.lookahead:g}", "{:g}"),
-        ("batch_groups", f"batches of {count(chosen.batch_groups, 'group')}", "{}"),
-        ("gpus_per_cell", f"cells of {count(chosen.gpus_per_cell, 'GPU')}", "{}"),
-        ("slots_per_gpu", f"{count(chosen.slots_per_gpu, 'slot')} to a GPU", "{}"),
+        ("batch_groups", f"batches of {words.count(chosen.batch_groups, 'group')}", "{}"),
+        ("gpus_per_cell", f"cells of {words.count(chosen.gpus_per_cell, 'GPU')}", "{}"),
+        ("slots_per_gpu", f"{words.count(chosen.slots_per_gpu, 'slot')} to a GPU", "{}"),
     )
     lines = [_headline(plan.best, fastest, limits)]
     for thing, what, shape in things:
@@ -265,11 +266,6 @@ def _faster(percent: float) -> str:
 
 def _stale(figures: Figures) -> str:
     return f"{figures.staleness_mean:.2f} versions in the mean, {figures.staleness_max} at the most"
-
-
-def count(number: int, thing: str) -> str:
-    """A number of things, in words."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 # -- what to configure -----------------------------------------------------------------------------------------------

@@ -12,15 +12,24 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from gyre import timeline_page
+from gyre import timeline_page, words
 from gyre.errors import UserError
 from gyre.simulate import plan, pool
-from gyre.simulate.candidate import Candidate, Figures, Workload, mean, measure
-from gyre.simulate.command import finite, switch, writable
-from gyre.simulate.plan import Choices, Limits, Plan
+from gyre.simulate.candidate import Candidate, Figures, Workload, batches_of, mean, measure
+from gyre.simulate.options import (
+    MOST,
+    MOST_EXECUTIONS,
+    MOST_TOGETHER,
+    dashed,
+    distinct,
+    finite,
+    switch,
+    train_ratio,
+    whole,
+)
+from gyre.simulate.plan import FINALISTS, Choices, Limits, Plan
 from gyre.simulate.trace import load
 from gyre.simulate.workload import Trace
 
@@ -53,11 +62,11 @@ def run(options: argparse.Namespace) -> int:
     limits = limits_of(options)
     choices = choices_of(options, trace)
     bench = bench_of(options, trace)
-    writable(options.json)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        tester = _Tester(bench, choices, options, progress)
-        found = plan.search(choices, lambda slots: bench.workload.bound(bench.gpus, slots), tester.evaluate, limits)
-        split = tester.fixed_split(found.chosen)
+    bearable(choices, trace, options.updates, options.repeats)
+    distinct({"--trace": options.trace}, {"--json": options.json})
+    tester = _Tester(bench, choices, options, sys.stderr.isatty())
+    found = plan.search(choices, lambda slots: bench.workload.bound(bench.gpus, slots), tester.evaluate, limits)
+    split = tester.fixed_split(found.chosen)
     sections = plan.configuration(found, bench.gpus, trace.size, limits)
     why = [*plan.reasons(found, choices, limits), _split_line(split, found)]
     _print(options, trace, bench, found, why, sections)
@@ -90,12 +99,11 @@ def choices_of(options: argparse.Namespace, trace: Trace) -> Choices:
         UserError: a list or a number makes no sense, or no cell size fits.
     """
     for name in ("gpus", "min_gpus_per_cell", "trace_slots", "trace_gpus", "updates", "repeats", "workers"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
-    wanted = _whole("gpus-per-cell", options.gpus_per_cell)
+        whole(name, getattr(options, name))
+    wanted = _wholes("gpus_per_cell", options.gpus_per_cell)
     sizes = plan.cell_sizes(options.gpus, options.min_gpus_per_cell, wanted)
-    slots = _whole("slots", options.slots)
-    batches = _whole("batch-groups", options.batch_groups) or plan.batch_sizes(options.gpus, slots, trace.size)
+    slots = _wholes("slots", options.slots)
+    batches = _wholes("batch_groups", options.batch_groups) or plan.batch_sizes(options.gpus, slots, trace.size)
     lookaheads = _numbers("lookahead", options.lookahead, float)
     for value in lookaheads:
         if not 0 <= value <= 16:
@@ -116,24 +124,48 @@ def bench_of(options: argparse.Namespace, trace: Trace) -> Bench:
         UserError: a number makes no sense, or the trace does not say how long training takes and no option does.
     """
     finite("slowdown", options.slowdown)
-    ratio = options.train_ratio
-    if ratio is None and any(entry.train_s is None for group in trace.groups for entry in group):
-        raise UserError(f"the trace {trace.name} does not say how long training takes; give --train-ratio, e.g. 0.5")
-    if ratio is not None:
-        finite("train_ratio", ratio)
+    ratio = train_ratio(options.train_ratio, trace)
     if not trace.mean_rollout_s:
         raise UserError(f"no execution of the trace {trace.name} takes any time; there is nothing to plan for")
     workload = Workload.of(trace, options.slowdown, options.trace_slots, options.trace_gpus, ratio)
     return Bench(workload, options.gpus, switch(options.switch), options.seed, options.max_staleness)
 
 
-def _whole(name: str, text: str | None) -> tuple[int, ...]:
+def bearable(choices: Choices, trace: Trace, updates: int, repeats: int) -> None:
+    """Refuse what would take days.
+
+    Raises:
+        UserError: there are too many executions to simulate.
+    """
+    largest = choices.batch_groups[-1]
+    each = [
+        [batches_of(batch, lookahead, groups) * batch * trace.size for groups in (largest, largest * updates)]
+        for batch in choices.batch_groups
+        for lookahead in choices.lookahead
+    ]
+    rough, fine = (max(executions) for executions in zip(*each, strict=True))
+    if fine > MOST_EXECUTIONS:
+        raise UserError(
+            f"a run of {updates} batches of {largest} groups of {trace.size}, and those before it, has {fine:,} "
+            f"executions; at most {MOST_EXECUTIONS:,} are simulated, so give fewer --updates, or smaller --batch-groups"
+        )
+    tried = len(each) * len(choices.gpus_per_cell) * len(choices.slots_per_gpu)
+    together = tried * rough + FINALISTS * repeats * fine
+    if together > MOST_TOGETHER:
+        raise UserError(
+            f"{tried:,} divisions, with {FINALISTS} of them simulated {words.count(repeats, 'time')} more, have up to "
+            f"{together:,} executions, which takes too long; give fewer things to try, or fewer --repeats"
+        )
+
+
+def _wholes(name: str, text: str | None) -> tuple[int, ...]:
     """A list of numbers of at least 1, as an option has it; empty where it is not given."""
     if text is None:
         return ()
-    values = _numbers(name, text, int)
-    if values[0] < 1:
-        raise UserError(f"--{name} has {values[0]}; each must be at least 1")
+    values = _numbers(dashed(name).removeprefix("--"), text, int)
+    for value in values:
+        if not 1 <= value <= MOST[name]:
+            raise UserError(f"{dashed(name)} has {value}; each must be at least 1 and at most {MOST[name]}")
     return values
 
 
@@ -149,16 +181,14 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...
 class _Tester:
     """Simulates candidates, every one over the same groups in the same orders."""
 
-    def __init__(self, bench: Bench, choices: Choices, options: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, bench: Bench, choices: Choices, options: argparse.Namespace, show: bool) -> None:
         self._bench = bench
         self._choices = choices
         self._workers = options.workers
         self._repeats = options.repeats
         self._rough = choices.batch_groups[-1]
         self._fine = choices.batch_groups[-1] * options.updates
-        self._progress = progress
-        self._bar = progress.add_task("simulating", total=0)
-        self._total = 0
+        self._show = show
 
     def evaluate(self, candidates: Sequence[Candidate], thoroughly: bool) -> list[Figures]:
         """The figures of candidates, after one short run or several long ones."""
@@ -184,15 +214,11 @@ class _Tester:
 
     def _means(self, jobs: list[Job]) -> list[Figures]:
         """Of jobs that differ in the repeat, one after the other."""
-        self._total += len(jobs)
-        self._progress.update(self._bar, total=self._total)
         by_candidate: dict[tuple[Candidate, int | None], list[Figures]] = {}
         # Long runs first, so that no process works alone at the end.
         order = sorted(jobs, key=lambda job: -job.candidate.batch_groups * (1 + job.candidate.lookahead))
-        results = {}
-        for job, figures in zip(order, pool.results(_one, self._bench, order, self._workers), strict=True):
-            results[job] = figures
-            self._progress.advance(self._bar)
+        ran = pool.watched(_one, self._bench, order, self._workers, self._show)
+        results = dict(zip(order, ran, strict=True))
         for job in jobs:
             by_candidate.setdefault((job.candidate, job.rollout_cells), []).append(results[job])
         return [mean(figures) for figures in by_candidate.values()]
@@ -231,13 +257,13 @@ def _print(
     console = Console(highlight=False)
     say = lambda text="": console.print(text, markup=False, soft_wrap=True)  # noqa: E731
     chosen, cells = found.chosen, bench.gpus // found.chosen.gpus_per_cell
-    say(f"{trace.name}: {len(trace.groups)} groups of {trace.size}, on {plan.count(bench.gpus, 'GPU')}")
+    say(f"{trace.name}: {len(trace.groups)} groups of {trace.size}, on {words.count(bench.gpus, 'GPU')}")
     say(_assumptions(options))
     say()
     console.print(_table(bench, found))
     say(f"\n{found.tried} divisions were tried, {len(found.figures)} of them thoroughly. Use the one marked *:")
-    size, slots = plan.count(chosen.gpus_per_cell, "GPU"), plan.count(chosen.slots, "slot")
-    say(f"{plan.count(cells, 'cell')} of {size} and {slots}")
+    size, slots = words.count(chosen.gpus_per_cell, "GPU"), words.count(chosen.slots, "slot")
+    say(f"{words.count(cells, 'cell')} of {size} and {slots}")
     for line in why:
         say(f"  {line}")
     say("\nIn the configuration:\n")

@@ -130,6 +130,21 @@ def test_training_work_comes_from_the_trace_where_no_ratio_is_given(tmp_path):
     assert report["policies"]["colocate"]["makespan_s"] == 20 + 8
 
 
+def test_what_is_not_trained_is_said(trace, tmp_path, capsys):
+    """Runs in which hardly anything is usable end early, and what they took is no figure to compare."""
+    out = tmp_path / "page.html"
+    report = simulate(trace, tmp_path / "out.json", "--failed", "0.97", "--policy", "elastic,async", "--html", str(out))
+    said = capsys.readouterr()
+    for name, figures in report["policies"].items():
+        assert not figures["completed"] and figures["groups"] < 12
+        assert figures["of_ideal"] is figures["of_bound"] is None
+        assert re.search(rf"^gyre: {name}.* of 2 repeats trained less than asked", said.err, re.MULTILINE)
+    assert "/12" in plain(said.out) and "not complete" in out.read_text()
+    report = simulate(trace, tmp_path / "out.json", "--policy", "elastic")
+    assert report["policies"]["elastic"]["completed"] and report["policies"]["elastic"]["groups"] == 12
+    assert capsys.readouterr().err == ""
+
+
 # -- what it refuses -------------------------------------------------------------------------------------------------
 def refused(given: list[str], capsys) -> str:
     """The line that says why; the work must not have begun."""
@@ -242,6 +257,17 @@ def test_what_cannot_be_written_is_said_before_the_work(option, trace, tmp_path,
     assert "cannot write" in refused(arguments(trace, option, str(tmp_path / "missing" / "out")), capsys)
     assert "directory" in refused(arguments(trace, option, str(tmp_path)), capsys)
     assert "cannot write" in refused(arguments(trace, option, str(trace / "out")), capsys)
+
+
+def test_no_file_is_written_that_is_read_or_written_otherwise(trace, tmp_path, capsys, no_work, monkeypatch):
+    before = trace.read_text()
+    (tmp_path / "link").symlink_to(trace)
+    monkeypatch.chdir(tmp_path)
+    for option in ("--json", "--html"):
+        for name in (str(trace), "trace.jsonl", "link"):
+            assert "--trace" in refused(arguments(trace, option, name), capsys)
+    assert "--html and --json both name" in refused(arguments(trace, "--json", "a", "--html", "./a"), capsys)
+    assert trace.read_text() == before and not (tmp_path / "a").exists()
 
 
 def test_training_work_that_nobody_states(trace, capsys, no_work):

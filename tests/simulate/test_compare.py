@@ -68,6 +68,8 @@ def test_summaries():
         Result(300.0, 120.0, 150.0, 3, 6, (2, 0, 0), 0.4),
     ]
     assert compare.summary(results) == {
+        "completed": True,
+        "groups": 2,
         "makespan_s": 200.0,
         "bound_s": 100.0,
         "of_bound": 0.5,
@@ -79,6 +81,36 @@ def test_summaries():
         "staleness_mean": 0.6,
         "busy_fraction": pytest.approx(0.6),
     }
+
+
+def test_a_repeat_that_fell_short_is_no_figure():
+    results = [
+        Result(100.0, 80.0, 90.0, 3, 4, (0,) * 3, 0.8),
+        Result(9.0, 80.0, 90.0, 0, 4, (), 0.8, "nothing is usable"),
+    ]
+    figures = compare.summary(results)
+    assert not figures["completed"] and figures["of_bound"] is figures["of_ideal"] is None
+    assert (figures["updates"], figures["groups"], figures["incomplete"]) == (0, 0, 1)
+    assert figures["why"] == "nothing is usable"
+    whole = [Result(200.0, 80.0, 90.0, 3, 4, (0,) * 3, 0.8)] * 2
+    chosen, figures = compare.best({1: results, 2: whole})
+    assert chosen == 2 and figures["completed"] and figures["splits"] == {"1": None, "2": 200.0}
+
+
+def test_a_run_that_trains_less_says_so():
+    scenario = replace(SCENARIO, costs=replace(SCENARIO.costs, failed=0.95))
+    fell = [compare.simulate(scenario, TRACE, VARIANTS["elastic"], Random(seed)) for seed in range(3)]
+    assert all(result.short and len(result.staleness) < 12 for result in fell)
+    assert not compare.simulate(SCENARIO, TRACE, VARIANTS["elastic"], Random(0)).short
+
+
+def test_ideal_and_bound_know_of_the_timeout():
+    scenario = replace(SCENARIO, costs=replace(SCENARIO.costs, timeout_s=28.0))
+    work = compare.work_of(scenario, TRACE, TRACE.groups)
+    assert max(seconds for group in work for seconds in group.rollout_s) == 28.0
+    assert [group.train_s for group in work] == [g.train_s for g in compare.work_of(SCENARIO, TRACE, TRACE.groups)]
+    cut, whole = (compare.simulate(s, TRACE, VARIANTS["elastic"], Random(0)) for s in (scenario, SCENARIO))
+    assert cut.bound_s < whole.bound_s and cut.ideal_s < whole.ideal_s
 
 
 def test_the_best_split_is_the_fastest_over_all_repeats():

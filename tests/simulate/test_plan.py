@@ -368,6 +368,16 @@ def test_one_gpu_has_nothing_to_split(trace_file: Path, capsys: pytest.CaptureFi
         ("--gpus 8 --repeats 0", "--repeats is 0"),
         ("--gpus 8 --trace-slots 0", "--trace-slots is 0"),
         ("--gpus 8 --trace-gpus 0", "--trace-gpus is 0"),
+        ("--gpus 1000000", "--gpus is 1000000; it must be at least 1 and at most 100000"),
+        ("--gpus 8 --slots 4,100000000", "--slots has 100000000; each must be at least 1 and at most 10000"),
+        ("--gpus 8 --batch-groups 1000000000", "--batch-groups has 1000000000; each must be"),
+        ("--gpus 8 --updates 100000000", "--updates is 100000000; it must be at least 1 and at most"),
+        ("--gpus 8 --updates 1000000", "fewer --updates"),
+        ("--gpus 100000", "smaller --batch-groups"),
+        ("--gpus 8 --repeats 100000", "fewer --repeats"),
+        ("--gpus 8 --workers 100000", "--workers is 100000"),
+        ("--gpus 8 --trace-gpus 1000000000", "--trace-gpus is 1000000000"),
+        ("--gpus 8 --json .", "cannot write .: it is a directory"),
         ("--gpus 8 --json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
     ],
 )
@@ -376,6 +386,13 @@ def test_refused(trace_file: Path, capsys: pytest.CaptureFixture[str], options: 
     assert planned(trace_file, *options.split(" "), *ratio) == 2
     error = capsys.readouterr().err
     assert what in error and error.count("\n") == 1 and "internal fault" not in error
+
+
+def test_the_trace_is_not_written_over(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trace_file.read_text()
+    assert planned(trace_file, "--gpus", "8", "--train-ratio", "0.5", "--json", str(trace_file)) == 2
+    assert "--json and --trace both name" in capsys.readouterr().err
+    assert trace_file.read_text() == before
 
 
 @pytest.mark.parametrize(
