@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("watch", "show a run, wherever it was started from", None)
     report = add("report", "print the summary of a run", None)
     report.add_argument("--html", metavar="OUT", help="also write its timeline to OUT, as one HTML file")
+    report.add_argument("--trace", metavar="OUT", help="also write its trace to OUT, as docs/traces.md says")
     _simulation(commands)
     _planning(commands)
     prepare = add("prepare", "inside an allocation: print what slurm/gyre.sbatch runs", _OVERRIDES, "CONFIG|RUN_DIR")
@@ -198,12 +199,28 @@ def _report(options: argparse.Namespace) -> int:
     from gyre.report import report
 
     run, _ = directory.open_run(options.target)
-    if options.html is not None:
+    if options.html is not None or options.trace is not None:
+        from gyre.simulate.options import distinct
         from gyre.timeline_page import run_page, write
 
-        write(options.html, run_page(run))
+        read = {"the run's events.jsonl": run.events, "the run's config.yaml": run.config}
+        distinct(read, {"--html": options.html, "--trace": options.trace})
+        if options.trace is not None:
+            write(options.trace, _trace(run))
+        if options.html is not None:
+            write(options.html, run_page(run))
     print(report(run.path, colour=sys.stdout.isatty()), end="")
     return EXIT_OK
+
+
+def _trace(run: RunDir) -> str:
+    """The trace of a run, as its directory has it now: running, over, or killed."""
+    from gyre.simulate.trace import export
+
+    lines = export(run)
+    if not lines:
+        raise UserError(f"no group of {run.path} is whole yet, so there is no trace; let the run finish a few groups")
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _simulate(options: argparse.Namespace) -> int:

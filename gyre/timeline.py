@@ -60,15 +60,16 @@ class Timeline:
     attempts: list[Attempt] = field(default_factory=list)
 
 
-def fold(records: Iterable[Record], slots: int, max_lag: int = 2) -> Timeline:
+def fold(records: Iterable[Record], slots: int, max_lag: int = 2, trainers: int = 0) -> Timeline:
     """The timeline of a run's events in the order of the log; O(records).
 
     Args:
         records: the objects of events.jsonl.
         slots: executions that a cell serves at a time.
         max_lag: policy versions that an engine may be behind while it serves.
+        trainers: cells of a fixed split that only train.
     """
-    folding = Fold(slots, max_lag)
+    folding = Fold(slots, max_lag, trainers)
     for record in records:
         folding.apply(record)
     return folding.timeline()
@@ -77,11 +78,11 @@ def fold(records: Iterable[Record], slots: int, max_lag: int = 2) -> Timeline:
 class Fold:
     """The fold in the making: `apply` each record, in the order of the log, then take the `timeline`."""
 
-    def __init__(self, slots: int, max_lag: int = 2) -> None:
+    def __init__(self, slots: int, max_lag: int = 2, trainers: int = 0) -> None:
         self.d = 0
         self.ready: set[int] = set()
         self._slots = slots
-        self._cells = Cells(max_lag)
+        self._cells = Cells(max_lag, trainers)
         self._line = Timeline(slots)
         self._now: float | None = None
         self._closed: set[int] = set()

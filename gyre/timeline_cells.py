@@ -52,6 +52,7 @@ class _Cell:
     floor: int = 0  # lowest epoch whose failures are news
     up: bool = False
     lost: bool = False
+    dedicated: bool = False  # one that only ever trains: it is never routed
     trains: bool = False  # its goal is training
     state: State = State.RESTARTING
     version: int = -1
@@ -101,9 +102,11 @@ class _Row:
 class Cells:
     """All cells and standalone engines of a run, by rank; every method takes the time of its record, in seconds."""
 
-    def __init__(self, max_lag: int) -> None:
+    def __init__(self, max_lag: int, trainers: int = 0) -> None:
+        """`max_lag`: versions that an engine may be behind and serve; `trainers`: cells that only train, the first."""
         self.serving = 0  # in rollout: their slots count
         self._max_lag = max_lag
+        self._trainers = trainers
         self._cells: list[_Cell] = []
         self._rows: list[_Row] = []
         self._now = 0.0
@@ -115,7 +118,7 @@ class Cells:
         """An attempt begins; ranks that were not known before were down since `start`."""
         self._now = now
         self._rows += [_Row(start) for _ in range(engines - len(self._rows))]
-        self._cells = [_Cell(lost=rank >= engines) for rank in range(len(self._rows))]
+        self._cells = [_Cell(lost=rank >= engines, dedicated=rank < self._trainers) for rank in range(len(self._rows))]
         self._published, self._stepped = version, 0
         for rank in range(len(self._rows)):
             self._show(rank, "")
@@ -225,7 +228,7 @@ class Cells:
         if state is State.ROLLOUT and not cell.trains:
             cell.version = version
             behind = self._published - version
-            if behind <= 0 or (cell.routed and behind <= self._max_lag):
+            if not cell.dedicated and (behind <= 0 or (cell.routed and behind <= self._max_lag)):
                 self._route(cell, True)
         self._show(record["rank"])
 

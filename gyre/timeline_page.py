@@ -24,6 +24,7 @@ from gyre.config import load
 from gyre.errors import UserError
 from gyre.report import summarise
 from gyre.run_dir import RunDir, read_events
+from gyre.scheduler.settings import Settings
 from gyre.timeline import Steps, Timeline, fold
 from gyre.timeline_cells import CellState
 
@@ -73,7 +74,8 @@ def run_page(run: RunDir) -> str:
         UserError: the directory has no readable config.yaml.
     """
     config = load(run.config)
-    timeline = fold(read_events(run.events), config.cells.slots, config.serving.max_lag)
+    settings = Settings.of(config)
+    timeline = fold(read_events(run.events), settings.slots, settings.max_lag, settings.trainers)
     return page(f"{run.name}", [(run.name, timeline, run_figures(summarise(run)))])
 
 

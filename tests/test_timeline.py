@@ -15,6 +15,7 @@ import pytest
 from gyre import events as e
 from gyre.cli import main
 from gyre.scheduler.state import SchedulerState
+from gyre.simulate.trace import load
 from gyre.timeline import Fold, Steps, Timeline, fold
 from gyre.timeline_cells import CellState, Segment
 from gyre.timeline_page import MAX_POINTS, page, thinned
@@ -28,7 +29,7 @@ class Follower:
 
     def __init__(self, driven: World) -> None:
         settings = driven.settings
-        self.fold = Fold(settings.slots, settings.max_lag)
+        self.fold = Fold(settings.slots, settings.max_lag, settings.trainers)
         self.records: list[dict[str, Any]] = []
         self.logged: set[int] = set()  # executions whose closing is in the log
         self.t = 0.0
@@ -92,19 +93,21 @@ class Follower:
                     assert (looks is CellState.IN_UPDATE) == joined
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_the_fold_agrees_with_the_scheduler_after_every_event(block: int) -> None:
-    for seed in range(block * 15, (block + 1) * 15):
-        driven = test_worlds.world(seed)
+@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("policy", test_worlds.POLICIES)
+def test_the_fold_agrees_with_the_scheduler_after_every_event(policy: str, block: int) -> None:
+    for seed in range(block * 9, (block + 1) * 9):
+        driven = test_worlds.world(seed, policy)
         follower = Follower(driven)
         driven.run(limit=30_000)
         assert follower.compared > 30
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_fold_agrees_over_attempts_that_are_killed(seed: int) -> None:
+@pytest.mark.parametrize("policy", ["elastic", "async-stream"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_fold_agrees_over_attempts_that_are_killed(seed: int, policy: str) -> None:
     random = Random(seed)
-    driven = test_worlds.world(3 * seed + random.randrange(3))
+    driven = test_worlds.world(3 * seed + random.randrange(3), policy)
     follower = Follower(driven)
     for _ in range(3):
         driven.run(until=random.uniform(10, 200), limit=30_000)
@@ -273,3 +276,39 @@ def test_report_refuses_what_cannot_be_written(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(run.path), "--html", str(tmp_path / out)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("gyre: cannot write ") and said.err.count("\n") == 1
+
+
+def test_report_writes_the_trace_of_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    script.start()
+    script.batch(1)
+    script.quota(8, 9, batch=2)
+    script.close(8)  # the other execution of its group never ended
+    run = write_run(tmp_path / "my-run", make_config(), script.events, None)
+    out = tmp_path / "t.jsonl"
+    assert main(["report", str(run.path), "--trace", str(out)]) == 0
+    assert "my-run unfinished" in capsys.readouterr().out
+    loaded = load(out)
+    assert (len(loaded.groups), loaded.size) == (4, 2)
+    assert not run.trace.exists()
+    assert main(["report", str(run.path), "--trace", str(run.trace), "--html", str(tmp_path / "p.html")]) == 0
+    assert run.trace.read_text() == out.read_text() and (tmp_path / "p.html").exists()
+
+
+def test_report_has_no_trace_where_no_group_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    script.start()
+    run = write_run(tmp_path / "my-run", make_config(), script.events, None)
+    assert main(["report", str(run.path), "--trace", str(tmp_path / "t.jsonl")]) == 2
+    assert "there is no trace" in capsys.readouterr().err and not (tmp_path / "t.jsonl").exists()
+
+
+def test_report_writes_over_nothing_that_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "my-run", make_config(), a_run().events, None)
+    before = run.events.read_text()
+    for option in ("--html", "--trace"):
+        assert main(["report", str(run.path), option, str(run.events)]) == 2
+        assert "both name" in capsys.readouterr().err
+    both = ["--html", str(tmp_path / "one"), "--trace", str(tmp_path / "one")]
+    assert main(["report", str(run.path), *both]) == 2
+    assert run.events.read_text() == before and not (tmp_path / "one").exists()

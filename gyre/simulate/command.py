@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     print(_title(scenario, trace, options.repeats))
     print(f"x: times as long as {policies[0]}; ideal, bound: what was reached of them; stale: mean policy versions")
     console, table = Console(highlight=False), _table(results, scenario)
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False)  # no figure is cut
+    needed = console.measure(table, options=console.options.update(max_width=400)).maximum
+    console.width = max(console.width, needed)  # no figure is cut, however narrow the window
+    console.print(table)
     for line in fallen_short(results, scenario, options.repeats):
         print(line, file=sys.stderr)
     if options.json:
@@ -248,8 +250,10 @@ def _page(scenario: Scenario, trace: Trace, results: dict[str, dict[str, Any]], 
     """The first repeat of every policy as a page."""
     runs = []
     for policy, figures in results.items():
-        fold = timeline.Fold(scenario.slots, compare.ANY_VERSION)
-        _one(scenario, trace, (policy, figures.get("rollout_cells"), 0), seed, fold.apply)
+        split = figures.get("rollout_cells")
+        trainers = 0 if split is None else scenario.cells - split
+        fold = timeline.Fold(scenario.slots, compare.ANY_VERSION, trainers)
+        _one(scenario, trace, (policy, split, 0), seed, fold.apply)
         shown = {name: _shown(figures[name]) for name in ("makespan_s", "of_ideal", "of_bound", "busy_fraction")}
         shown |= {name: _shown(figures[name]) for name in ("staleness_mean", "staleness_max", "moves")}
         runs.append((_name(policy, figures), fold.timeline(), shown))
