@@ -172,7 +172,7 @@ def normalise(state: SchedulerState, now: float) -> tuple[int, ...]:
         cell.floor = max(cell.floor - cell.epoch, -LAG)
         cell.epoch, cell.ordered_at = 0, 0.0
     state.fleet._routes = 0
-    state.said, state.decision = None, Decision(False, "", "")
+    state.said, state.decision = {}, Decision(False, "", "")
     state.now = state.measures.now = 0.0
     state.lookahead._at, state.lookahead._idle, state.lookahead._total = None, 0.0, 0.0
     state.lookahead._idle_cells = 0.0
