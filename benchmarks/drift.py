@@ -7,22 +7,18 @@ same, half of the mean rollout work. All policies see the same groups in the sam
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 from pathlib import Path
+from typing import Any
 
+from _common import BATCHES, TRACES, WORKERS, Shape, keep, label, parser, scenario, shape_of, shown
 from rich.console import Console
 from rich.table import Table
 
 from gyre.simulate.command import compared
-from gyre.simulate.compare import Scenario
-from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
 from gyre.simulate.workload import Entry, Trace, shuffled
 
-TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
-BATCHES = 24
 POLICIES = ["elastic", "async-stream", "async", "colocate", "plain"]
 
 
@@ -44,44 +40,50 @@ def drifting(trace: Trace, kind: str, groups: int, seed: int) -> Trace:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--lookahead", default="0.25,1")
-    parser.add_argument("--shape", default="8,4,16", help="cells, slots, groups of a batch")
-    options = parser.parse_args()
-    cells, slots, groups = map(int, options.shape.split(","))
-    table = Table(title=f"{cells} cells, {slots} slots, {groups} groups", title_justify="left", box=None)
+    asked = parser(__doc__)
+    asked.add_argument("--seeds", type=int, default=5)
+    asked.add_argument("--lookahead", default="0.25,1")
+    asked.add_argument("--shape", type=shape_of, default="8,4,16", help="cells, slots, groups of a batch")
+    options = asked.parse_args()
+    seeds, lookaheads, traces = options.seeds, [float(word) for word in options.lookahead.split(",")], TRACES
+    if options.quick:
+        seeds, lookaheads, traces = 1, lookaheads[:1], TRACES[:1]
+    table = Table(title=shown(options.shape), title_justify="left", box=None)
     for name in ("trace", "workload", "lookahead", "best split R", *(f"x {other}" for other in POLICIES[1:])):
         table.add_column(name)
     table.add_column("staleness: elastic")
     table.add_column("async-stream")
-    for path in TRACES:
+    kept = []
+    for path in traces:
         for kind in ("growing", "phases"):
-            for lookahead in map(float, options.lookahead.split(",")):
-                table.add_row(*_row(path, kind, lookahead, cells, slots, groups, options.seeds))
+            for lookahead in lookaheads:
+                figures = measured(path, kind, lookahead, options.shape, seeds)
+                kept.append({"trace": path.stem, "workload": kind, "lookahead": lookahead, **figures})
+                table.add_row(
+                    label(path),
+                    kind,
+                    f"{lookahead:g}",
+                    ", ".join(map(str, figures["splits"])),
+                    *(f"{figures['times'][name]:.2f}" for name in POLICIES[1:]),
+                    *(f"{figures['staleness'][name]:.2f}" for name in ("elastic", "async-stream")),
+                )
     Console(highlight=False, width=150).print(table)
+    keep(options.json, {"shape": options.shape, "seeds": seeds, "rows": kept})
 
 
-def _row(path: Path, kind: str, lookahead: float, cells: int, slots: int, groups: int, seeds: int) -> list[str]:
-    scenario = Scenario(
-        cells, slots, groups, BATCHES, lookahead, 0.5, Costs(to_training_s=8.5, to_rollout_s=3.5), in_order=True
-    )
+def measured(path: Path, kind: str, lookahead: float, shape: Shape, seeds: int) -> dict[str, Any]:
+    """Times as long as elastic, mean staleness, and the best splits of all seeds."""
+    given = scenario(shape, lookahead, in_order=True)
     rows = []
     for seed in range(seeds):
-        trace = drifting(load(path), kind, groups, seed)
-        rows.append(compared(scenario, trace, POLICIES, 1, seed, os.cpu_count() or 1))
+        trace = drifting(load(path), kind, shape[2], seed)
+        rows.append(compared(given, trace, POLICIES, 1, seed, WORKERS))
     total = {name: sum(row[name]["makespan_s"] for row in rows) for name in POLICIES}
-    splits = sorted({row["async-stream"]["rollout_cells"] for row in rows})
-    stale = {name: sum(row[name]["staleness_mean"] for row in rows) / seeds for name in POLICIES}
-    return [
-        path.stem.removeprefix("terminal-bench-"),
-        kind,
-        f"{lookahead:g}",
-        ", ".join(map(str, splits)),
-        *(f"{total[name] / total['elastic']:.2f}" for name in POLICIES[1:]),
-        f"{stale['elastic']:.2f}",
-        f"{stale['async-stream']:.2f}",
-    ]
+    return {
+        "splits": sorted({row["async-stream"]["rollout_cells"] for row in rows}),
+        "times": {name: total[name] / total["elastic"] for name in POLICIES},
+        "staleness": {name: sum(row[name]["staleness_mean"] for row in rows) / seeds for name in POLICIES},
+    }
 
 
 if __name__ == "__main__":

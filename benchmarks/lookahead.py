@@ -5,19 +5,15 @@ Throughput is the fraction of the capacity bound, the mean over the traces. With
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 
+from _common import TRACES, WORKERS, keep, parser, scenario, shape_of, shown
 from rich.console import Console
 from rich.table import Table
 
 from gyre.simulate.command import compared
-from gyre.simulate.compare import Scenario
-from gyre.simulate.costs import Costs
 from gyre.simulate.trace import load
 
-TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 LOOKAHEADS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 POLICIES = ("elastic", "async-stream")
 COLOURS = {"elastic": "#2563eb", "async-stream": "#d97706"}
@@ -26,33 +22,30 @@ Point = tuple[float, float, float]  # lookahead, mean staleness, fraction of the
 
 def main() -> None:
     """Measure, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8,4,16", help="cells, slots, groups of a batch")
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--svg", type=Path)
-    options = parser.parse_args()
-    cells, slots, groups = map(int, options.shape.split(","))
+    asked = parser(__doc__)
+    asked.add_argument("--shape", type=shape_of, default="8,4,16", help="cells, slots, groups of a batch")
+    asked.add_argument("--repeats", type=int, default=6)
+    asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--svg", type=Path)
+    options = asked.parse_args()
+    repeats, lookaheads = (1, LOOKAHEADS[::2]) if options.quick else (options.repeats, LOOKAHEADS)
     curves: dict[str, list[Point]] = {policy: [] for policy in POLICIES}
-    table = Table(title=f"{cells} cells, {slots} slots, {groups} groups", title_justify="left", box=None)
+    table = Table(title=shown(options.shape), title_justify="left", box=None)
     for name in ("lookahead", *(f"{policy}: {what}" for policy in POLICIES for what in ("of bound", "staleness"))):
         table.add_column(name, justify="right")
-    for lookahead in LOOKAHEADS:
-        costs = Costs(to_training_s=8.5, to_rollout_s=3.5)
-        scenario = Scenario(cells, slots, groups, 24, lookahead, 0.5, costs)
-        rows = [
-            compared(scenario, load(path), list(POLICIES), options.repeats, options.seed, os.cpu_count() or 1)
-            for path in TRACES
-        ]
-        shown = [f"{lookahead:g}"]
+    for lookahead in lookaheads:
+        given = scenario(options.shape, lookahead)
+        rows = [compared(given, load(path), list(POLICIES), repeats, options.seed, WORKERS) for path in TRACES]
+        cells = [f"{lookahead:g}"]
         for policy in POLICIES:
             stale, reached = (
                 sum(row[policy][key] for row in rows) / len(rows) for key in ("staleness_mean", "of_bound")
             )
             curves[policy].append((lookahead, stale, reached))
-            shown += [f"{reached:.3f}", f"{stale:.2f}"]
-        table.add_row(*shown)
+            cells += [f"{reached:.3f}", f"{stale:.2f}"]
+        table.add_row(*cells)
     Console(highlight=False, width=120).print(table)
+    keep(options.json, {"shape": options.shape, "repeats": repeats, "curves": curves})
     if options.svg:
         options.svg.write_text(drawn(curves))
 

@@ -1,7 +1,8 @@
 """What the scheduler and its simulator cost at 1,000 cells, and how the cost grows from 125 cells on.
 
-    python benchmarks/scale.py                                     all of it, a few minutes
-    python benchmarks/scale.py --policies elastic --cells 125,250  less
+    python benchmarks/scale.py                                      all of it, a few minutes
+    python benchmarks/scale.py --policies elastic --cells 125,1000  less
+    python benchmarks/scale.py --quick                              up to 250 cells, once
 
 1,000 cells of 16 slots, 10 batches of 20,000 executions in groups of 4, which take as long as those of a trace of
 real agents. Fewer cells get as much less to do, so the reference is the smallest number of cells: an event there should
@@ -26,11 +27,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from _common import COSTS, TRACES, keep, parser
 from rich.console import Console
 from rich.table import Table
 
@@ -41,9 +40,9 @@ from gyre.scheduler.policy import Policy
 from gyre.scheduler.state import SchedulerState
 from gyre.simulate.compare import VARIANTS, Scenario, work_of
 from gyre.simulate.trace import load, shuffled
-from gyre.simulate.world import Costs, World
+from gyre.simulate.world import World
 
-TRACE = Path(__file__).resolve().parent / "traces/terminal-bench-droid_gpt-5.jsonl"
+TRACE = TRACES[0]
 SLOTS, GROUP_SIZE, BATCHES, LOOKAHEAD = 16, 4, 10, 0.25
 EXECUTIONS_A_CELL = 20  # of a batch
 POLICIES = ("elastic", "async-stream", "colocate")
@@ -59,8 +58,7 @@ def one(policy: str, cells: int, timed: bool) -> Figures:
     trace, variant = load(TRACE), VARIANTS[policy]
     trace = replace(trace, groups=tuple(group[:GROUP_SIZE] for group in trace.groups))
     batch = cells * EXECUTIONS_A_CELL // GROUP_SIZE
-    costs = Costs(to_training_s=8.5, to_rollout_s=3.5)
-    scenario = Scenario(cells, SLOTS, batch, BATCHES, LOOKAHEAD, 0.5, costs)
+    scenario = Scenario(cells, SLOTS, batch, BATCHES, LOOKAHEAD, 0.5, COSTS)
     settings = scenario.settings(GROUP_SIZE, variant, round(cells / 1.5) if variant.split else None)
     groups = shuffled(trace, BATCHES * batch, random.Random(0))
     work = work_of(scenario, trace, groups)
@@ -70,7 +68,7 @@ def one(policy: str, cells: int, timed: bool) -> Figures:
     if clocks:
         state.handle = clocks.handle(state.handle)  # type: ignore[method-assign]
     began, began_cpu = time.perf_counter(), time.process_time()
-    world = World(settings, work, costs, state).run()
+    world = World(settings, work, COSTS, state).run()
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
     return {
         "executions": state.level.f,
@@ -234,35 +232,41 @@ def decided(console: Console, policy: str, cells: int) -> Figures:
     return figures
 
 
-def main() -> None:
-    """Measure, print, and keep what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--cells", default="125,250,500,1000", help="the first is the reference")
-    parser.add_argument("--repeats", type=int, default=2, help="of every simulation; the fastest counts")
-    parser.add_argument("--json", type=Path, help="keep the figures here")
-    parser.add_argument("--one", metavar="POLICY", help=argparse.SUPPRESS)
-    parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    sizes = [int(cells) for cells in options.cells.split(",")]
-    if options.one:
-        json.dump(one(options.one, sizes[0], options.timed), sys.stdout)
-        return
-    console, kept = Console(highlight=False, width=120), []
-    for policy in options.policies.split(","):
-        rows = growth(console, policy, sizes, options.repeats)
-        timed = decided(console, policy, sizes[-1])
-        rows[-1] |= {key: timed[key] for key in ("event_us", "decision_us", "question_us", "over", "longest")}
-        kept += rows
-    largest = [row for row in kept if row["cells"] == sizes[-1]]
+def judge(console: Console, largest: list[Figures]) -> None:
+    """Print what was used of what is allowed at 1,000 cells."""
     for what, worst, limit, unit in (
         ("processor time of a simulation", max(row["cpu_s"] for row in largest), PROCESSOR_S, "s"),
         ("memory", max(row["peak_mb"] for row in largest), MEMORY_MB, "MB"),
         ("a decision, 99.9 in 100", max(row["decision_us"]["p99.9"] for row in largest), DECISION_US, "us"),
     ):
         console.print(f"{what}: {worst:,.1f} {unit}, which is {worst / limit:.3f} of the {limit:g} {unit} allowed")
-    if options.json:
-        options.json.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def main() -> None:
+    """Measure, print, and keep what was measured."""
+    asked = parser(__doc__)
+    asked.add_argument("--policies", default=",".join(POLICIES))
+    asked.add_argument("--cells", default="125,250,500,1000", help="the first is the reference")
+    asked.add_argument("--repeats", type=int, default=2, help="of every simulation; the fastest counts")
+    asked.add_argument("--one", metavar="POLICY", help=argparse.SUPPRESS)
+    asked.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
+    options = asked.parse_args()
+    sizes = [int(cells) for cells in options.cells.split(",")]
+    if options.one:
+        json.dump(one(options.one, sizes[0], options.timed), sys.stdout)
+        return
+    repeats = options.repeats
+    if options.quick:
+        sizes, repeats = [cells for cells in sizes if cells <= 250] or sizes[:1], 1
+    console, kept = Console(highlight=False, width=120), []
+    for policy in options.policies.split(","):
+        rows = growth(console, policy, sizes, repeats)
+        timed = decided(console, policy, sizes[-1])
+        rows[-1] |= {key: timed[key] for key in ("event_us", "decision_us", "question_us", "over", "longest")}
+        kept += rows
+    keep(options.json, kept)
+    if not options.quick:
+        judge(console, [row for row in kept if row["cells"] == sizes[-1]])
 
 
 if __name__ == "__main__":

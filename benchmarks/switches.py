@@ -1,25 +1,25 @@
 """What each switch of the elastic policy gains: with all of them against all but one, and plain against only one.
 
-Per shape, the mean over the traces: the time without the switch over the time with it (more than 1: it gains), and the
-staleness. The last lines are of the lookahead that adapts, which gives up a little time for less staleness.
+Per shape, over all traces: the time without the switch over the time with it (more than 1: it gains), and the
+staleness. The last lines are of the lookahead that adapts, which gives up a little time for less staleness; they start
+from one batch of lookahead, whatever the table's is, since little of it is not worth taking back.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import replace
 from pathlib import Path
 
+from _common import SHAPES, TRACES, Shape, keep, parser, scenario, shown
 from rich.console import Console
 from rich.table import Table
 
-from gyre.simulate.compare import VARIANTS, Scenario, Variant, simulate, summary, without
-from gyre.simulate.costs import Costs
+from gyre.simulate.compare import VARIANTS, Variant, simulate, summary, without
 from gyre.simulate.trace import load
 
-TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
-SHAPES = ((8, 4, 16), (4, 8, 16), (16, 8, 32))
+#: Batches of lookahead from which the one that adapts starts.
+ADAPTED_FROM = 1.0
 SWITCHES = ("gain", "at_once", "stay", "give_back", "longest_first")
 
 
@@ -32,14 +32,16 @@ def only(switch: str) -> Variant:
     return replace(plain, policy=replace(plain.policy, **changes))
 
 
-def measure(variant: Variant, lookahead: float, repeats: int) -> list[tuple[float, float]]:
+def measure(
+    variant: Variant, shapes: list[Shape], traces: list[Path], lookahead: float, repeats: int
+) -> list[tuple[float, float]]:
     """Per shape: the total time over traces and repeats, and the mean staleness."""
     figures = []
-    for cells, slots, groups in SHAPES:
-        scenario = Scenario(cells, slots, groups, 24, lookahead, 0.5, Costs(to_training_s=8.5, to_rollout_s=3.5))
+    for shape in shapes:
+        given = scenario(shape, lookahead)
         rows = [
-            summary([simulate(scenario, load(path), variant, random.Random(f"0/{i}")) for i in range(repeats)])
-            for path in TRACES
+            summary([simulate(given, load(path), variant, random.Random(f"0/{i}")) for i in range(repeats)])
+            for path in traces
         ]
         # Relative to the ideal, so that every trace counts alike.
         figures.append(
@@ -50,29 +52,45 @@ def measure(variant: Variant, lookahead: float, repeats: int) -> list[tuple[floa
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lookahead", type=float, default=0.25)
-    parser.add_argument("--repeats", type=int, default=6)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--lookahead", type=float, default=0.25)
+    asked.add_argument("--repeats", type=int, default=6)
+    options = asked.parse_args()
+    shapes, repeats = (list(SHAPES[:2]), 1) if options.quick else (list(SHAPES), options.repeats)
+
+    def of(variant: Variant, lookahead: float = options.lookahead) -> list[tuple[float, float]]:
+        return measure(variant, shapes, TRACES, lookahead, repeats)
+
     table = Table(title=f"lookahead {options.lookahead:g}", title_justify="left", box=None)
-    for name in ("switch", *(f"{what} {shape}" for shape in map(str, SHAPES) for what in ("x without", "x plain"))):
+    for name in ("switch", *(f"{what} {shape}" for shape in map(str, shapes) for what in ("x without", "x plain"))):
         table.add_column(name)
-    whole, plain = (measure(VARIANTS[name], options.lookahead, options.repeats) for name in ("elastic", "plain"))
-    table.add_row("all", *(f for a, b in zip(whole, plain, strict=True) for f in ("", f"{b[0] / a[0]:.3f}")))
+    elastic, plain = of(VARIANTS["elastic"]), of(VARIANTS["plain"])
+    kept: dict[str, dict[str, list[float]]] = {"all": {"x plain": quotients(plain, elastic)}}
     for switch in SWITCHES:
-        less = measure(without(VARIANTS["elastic"], switch), options.lookahead, options.repeats)
-        alone = measure(only(switch), options.lookahead, options.repeats)
-        cells = [f"{x[0] / w[0]:.3f} {p[0] / o[0]:.3f}" for x, w, p, o in zip(less, whole, plain, alone, strict=True)]
-        table.add_row(switch, *(figure for cell in cells for figure in cell.split()))
+        kept[switch] = {
+            "x without": quotients(of(without(VARIANTS["elastic"], switch)), elastic),
+            "x plain": quotients(plain, of(only(switch))),
+        }
+    for name, columns in kept.items():
+        pairs = zip(columns.get("x without", [None] * len(shapes)), columns["x plain"], strict=True)
+        table.add_row(name, *("" if figure is None else f"{figure:.3f}" for pair in pairs for figure in pair))
     console = Console(highlight=False, width=140)
     console.print(table)
-    adapted = measure(replace(VARIANTS["elastic"], adapt_lookahead=True), 1.0, options.repeats)
-    full = measure(VARIANTS["elastic"], 1.0, options.repeats)
-    for shape, now, then in zip(SHAPES, adapted, full, strict=True):
+    adapted = of(replace(VARIANTS["elastic"], adapt_lookahead=True), ADAPTED_FROM)
+    full = of(VARIANTS["elastic"], ADAPTED_FROM)
+    for shape, speed, now, then in zip(shapes, quotients(full, adapted), adapted, full, strict=True):
         console.print(
-            f"{shape}, lookahead up to 1: adapted, {then[0] / now[0]:.3f} x the speed at a staleness of {now[1]:.2f}, "
-            f"against {then[1]:.2f}"
+            f"{shown(shape)}, lookahead up to {ADAPTED_FROM:g}: adapted, {speed:.3f} x the speed at a staleness of "
+            f"{now[1]:.2f}, against {then[1]:.2f}"
         )
+    about = {"shapes": shapes, "lookahead": options.lookahead, "repeats": repeats}
+    about |= {"adapted": {"lookahead": ADAPTED_FROM, "time and staleness": adapted, "without": full}}
+    keep(options.json, {**about, "switches": kept})
+
+
+def quotients(longer: list[tuple[float, float]], shorter: list[tuple[float, float]]) -> list[float]:
+    """Of times, per shape."""
+    return [a[0] / b[0] for a, b in zip(longer, shorter, strict=True)]
 
 
 if __name__ == "__main__":
