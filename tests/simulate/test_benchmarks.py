@@ -1,4 +1,4 @@
-"""The benchmarks: each has a short form and writes its figures, and figures of an older scheduler are not passed off."""
+"""The benchmarks: each has a short form and writes its figures, and figures of an older scheduler are not hidden."""
 
 from __future__ import annotations
 
