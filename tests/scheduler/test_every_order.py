@@ -15,7 +15,6 @@ from gyre.events import RoleReached
 from gyre.scheduler import rules, state
 from gyre.scheduler.executions import Executions
 from gyre.scheduler.fleet import Fleet
-from gyre.scheduler.policy import Elastic
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
 from tests.scheduler.policies import POLICIES
@@ -153,8 +152,7 @@ def held_for_ever(patch):
 
 def covered_by_nobody(patch):
     """A cell leaves although the slots left do not cover the waterlevel."""
-    move = Elastic.move
-    patch.setattr(Elastic, "move", lambda self, view: move(self, replace(view, w=0)))
+    patch.setattr(rules, "covered", lambda state, cell, decision: decision)
 
 
 @pytest.mark.parametrize(
