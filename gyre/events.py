@@ -174,7 +174,10 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True)
 class UpdateDone(Event):
-    """The core took the optimizer step of an update; its snapshot can be pulled."""
+    """The core took the optimizer step of an update; its snapshot can be pulled.
+
+    seconds: time that the core was in it, without that between a suspension and going on.
+    """
 
     update: int
     members: int
@@ -184,9 +187,8 @@ class UpdateDone(Event):
 
     @property
     def cell_seconds(self) -> float:
-        """Computing of all members, taken from the core's share of the micro-steps; 0 where it has none."""
-        own = self.micro_steps.get("0", 0)
-        return self.metrics.get("seconds_compute", 0.0) / own * sum(self.micro_steps.values()) if own else 0.0
+        """Time in which all members together computed its micro-steps; 0 where that was not measured."""
+        return self.metrics.get("cell_seconds", 0.0)
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,6 @@ class CellSupervisor:
     async def _train(self, order: Order) -> None:
         """Take part in an update to its end, a suspension included."""
         context, update = self._context, order["update"]
-        begun = time.time()
         self._status.doing = f"update {update}"
         answer = await self._trainer.call(
             "train",
@@ -390,7 +389,7 @@ class CellSupervisor:
         self._status.doing = "waiting"
         if answer["how"] == "done" and context.rank == 0:
             self._report(
-                UpdateDone(update, answer["members"], answer["micro_steps"], time.time() - begun, answer["metrics"])
+                UpdateDone(update, answer["members"], answer["micro_steps"], answer["seconds"], answer["metrics"])
             )
         self._report(TrainingEnded(context.rank, context.incarnation, update, answer["how"], answer.get("detail", "")))
 

@@ -165,7 +165,7 @@ class Stream:
             return
         members = {str(rank): 1 for rank in self.members}
         self._tally.updates += 1
-        metrics = {"seconds_compute": self._update_s / len(members)}
+        metrics = {"cell_seconds": self._update_s}
         self._say(e.UpdateDone(update, len(members), members, 0.0, metrics))
         self._part("done")
 

@@ -11,9 +11,7 @@ no use here: they are seconds old when an update ends.)
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from gyre.config import load as load_config
@@ -79,7 +77,6 @@ class _History:
         self._last_try: dict[int, int] = {}
         self._closed: dict[int, dict[str, Any]] = {}
         self._taken: dict[int, _Update] = {}  # by group: the update that took it last
-        self._opened: Counter[_Update] = Counter()
         self._done: dict[_Update, dict[str, Any]] = {}
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -96,8 +93,6 @@ class _History:
                 self._closed.setdefault(event["n"], event)  # an execution is closed once; later news is old news
             case "group_taken":
                 self._taken[event["group"]] = (attempt, event["update"])
-            case "update_opened":
-                self._opened[attempt, event["update"]] += 1
             case "update_done":
                 self._done[attempt, event["update"]] = event
 
@@ -149,26 +144,11 @@ class _History:
         for group, update in self._taken.items():
             members.setdefault(update, []).extend(n for n in self._members(group) if n in news)
         shares = {}
-        costs = self._training_costs()
+        metrics = {update: done.get("metrics", {}) for update, done in self._done.items()}
+        costs = {update: numbers["cell_seconds"] for update, numbers in metrics.items() if "cell_seconds" in numbers}
         for update in members.keys() & costs.keys():
             weights = {n: news[n].get("tokens", 0) if news[n].get("usable") else 0 for n in members[update]}
             total = sum(weights.values())
             for n, weight in weights.items():
                 shares[n] = costs[update] * (weight / total if total else 1 / len(weights))
         return shares
-
-    def _training_costs(self) -> dict[_Update, float]:
-        """Cell-seconds in which micro-steps were computed, by update.
-
-        The core's seconds are those since its stream opened last, so an update that was suspended does not say what
-        one of its micro-steps takes; nor does one of which the core computed none. The mean of the others stands in.
-        """
-        rates = {}
-        for update, done in self._done.items():
-            own, seconds = done["micro_steps"].get("0", 0), done.get("metrics", {}).get("seconds_compute", 0.0)
-            if own and seconds and self._opened[update] <= 1:
-                rates[update] = seconds / own
-        if not rates:
-            return {}
-        mean = fmean(rates.values())
-        return {u: rates.get(u, mean) * sum(done["micro_steps"].values()) for u, done in self._done.items()}

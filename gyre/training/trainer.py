@@ -28,8 +28,11 @@ train(update, position, generation, members)
     Satellites need not wait for UpdateOpened. For the core
     -> {"how": "done", "members": k, "micro_steps": {rank: count}, "snapshot", "checksum", "seconds",
         "metrics": {"loss", "grad_norm", "tokens", "weight", "clip_fraction", "ratio_mean", "kl", "entropy",
-                    "seconds_compute", "seconds_wait", "seconds_reduce", "seconds_step", "seconds_snapshot"}}
+                    "cell_seconds", "seconds_compute", "seconds_wait", "seconds_reduce", "seconds_step",
+                    "seconds_snapshot"}}
        or {"how": "suspended", "members": k}: train the same update again to go on, its partial sum is kept
+       `seconds` is the core's time in the update, without that between a suspension and going on; those in `metrics`
+       are of all its parts too: what it did itself, and in `cell_seconds` the computing of all members.
        `metrics` has what the feeder says of the data besides: "groups", "sequence_tokens", "fill", "staleness_mean",
        "staleness_max", "reward".
     For a satellite -> {"how": "done" | "suspended" | "missed" | "failed", "micro_steps": count, "detail", "seconds"}
@@ -78,7 +81,7 @@ from gyre.training.model import DTYPES, SatelliteModel, trim_heap
 from gyre.training.slots import Slots, remove_shared, shared_prefix
 from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
 from gyre.training.timed import TimedCore, TimedSatellite
-from gyre.training.update import Clock, CorePart, Desk, SatellitePart, Sum
+from gyre.training.update import CorePart, Desk, SatellitePart, Sum
 
 log = logging.getLogger(__name__)
 
@@ -244,10 +247,11 @@ class Trainer:
 
     def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
         """This cell's part in an update."""
+        begun = time.monotonic()
         self.wake()
         self._groups.keep_only(f"g{generation}")
         if position == 0:
-            return self._train_core(update, generation, members)
+            return self._train_core(update, generation, members, begun)
         return self._train_satellite(update, position)
 
     def _train_satellite(self, update: int, position: int) -> dict[str, Any]:
@@ -265,19 +269,20 @@ class Trainer:
     def _core_member(self) -> tuple[int, int]:
         return 0, self._store.add("incarnation/0", 0)
 
-    def _train_core(self, update: int, generation: int, members: list[int]) -> dict[str, Any]:
+    def _train_core(self, update: int, generation: int, members: list[int], begun: float) -> dict[str, Any]:
         model = self._model
         if not self._core or model.snapshot != update - 1:
             raise StreamConflict(f"update {update} needs the weights of update {update - 1}, not {model.snapshot}")
         if self._sum is None or self._sum.update != update:
             self._sum = Sum(update)
             model.accumulators.begin()
-        begun, total = time.monotonic(), self._sum
+        total = self._sum
         part = CorePart(self._desk(), model, total, generation, members)
         if part.run() == "suspended":
+            total.seconds += time.monotonic() - begun
             return {"how": "suspended", "members": total.most}
         with beating(self._store, update, self._member, part.desk.pulse):
-            metrics = self._step(part, part.clock)
+            metrics = self._step(part)
         self._sum = None
         model.accumulators.flat.release()
         return {
@@ -286,13 +291,13 @@ class Trainer:
             "micro_steps": {str(rank): count for rank, count in sorted(total.by_rank.items())},
             "snapshot": model.snapshot,
             "checksum": self._checksum,
-            "seconds": time.monotonic() - begun,
+            "seconds": total.seconds + time.monotonic() - begun,
             "metrics": metrics,
         }
 
-    def _step(self, part: CorePart, clock: Clock) -> dict[str, float]:
+    def _step(self, part: CorePart) -> dict[str, float]:
         """The optimizer step and the new snapshot; returns what is worth knowing about the update."""
-        update, sums = part.update, part.sum.statistics
+        update, sums, clock = part.update, part.sum.statistics, part.clock
         begun = time.monotonic()
         part.stage("stepping")
         fault(f"update:{update}:stepping", 0)
@@ -314,6 +319,7 @@ class Trainer:
             "kl": sums.kl / tokens,
             "entropy": sums.entropy / tokens,
             **part.sum.numbers,
+            "cell_seconds": clock.computed + part.sum.collected,
             **{f"seconds_{stage}": seconds for stage, seconds in clock.seconds.items()},
         }
 

@@ -60,9 +60,30 @@ class Desk:
     grace: float = 10.0  # seconds a member has to answer in a round
 
 
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, stage: str, begun: float) -> float:
+        """Count the time since `begun` (monotonic) towards a stage; returns it."""
+        seconds = time.monotonic() - begun
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        return seconds
+
+    @property
+    def computed(self) -> float:
+        """Seconds in which micro-steps were computed."""
+        return self.seconds.get("compute", 0.0)
+
+
 @dataclass
 class Sum:
-    """What a cell's accumulators hold: which micro-steps, and their statistics. The core's outlives a suspension."""
+    """What a cell's accumulators hold: which micro-steps, their statistics and what they took.
+
+    The core's outlives a suspension, so all of it is of the whole update.
+    """
 
     update: int
     micro_steps: list[int] = field(default_factory=list)
@@ -70,17 +91,9 @@ class Sum:
     by_rank: dict[int, int] = field(default_factory=dict)  # micro-steps that each rank computed
     most: int = 1  # members there were at the most
     numbers: dict[str, float] = field(default_factory=dict)  # what the feeder says of the data
-
-
-class Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def add(self, stage: str, begun: float) -> None:
-        """Count the time since `begun` (monotonic) towards a stage."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - begun
+    clock: Clock = field(default_factory=Clock)  # the cell's own time
+    collected: float = 0.0  # seconds in which satellites computed the micro-steps that came from them
+    seconds: float = 0.0  # time in parts that ended suspended
 
 
 class Part:
@@ -92,7 +105,8 @@ class Part:
         self.sum = total
         self.update = total.update
         self.word = StateWord(desk.store, total.update)
-        self.clock = Clock()
+        self.clock = total.clock
+        self._progress = {"micro_steps": 0, "tokens": 0.0, "seconds": 0.0}  # of this part alone
         self._stage = ""
         self._watch = Watch(desk.store, total.update, desk.patience)
 
@@ -118,15 +132,13 @@ class Part:
             self.stage("training")
             fault(f"update:{self.update}:claimed", self.desk.member[0])
             begun = time.monotonic()
-            self.sum.statistics.add(self.worker.compute(answer.step))
+            statistics = self.worker.compute(answer.step)
+            self.sum.statistics.add(statistics)
             self.sum.micro_steps.append(answer.step.id)
-            self.clock.add("compute", begun)
-            progress = {
-                "micro_steps": len(self.sum.micro_steps),
-                "tokens": self.sum.statistics.tokens,
-                "seconds": self.clock.seconds["compute"],
-            }
-            self.desk.emit({"type": "progress", "update": self.update, **progress})
+            self._progress["micro_steps"] += 1
+            self._progress["tokens"] += statistics.tokens
+            self._progress["seconds"] += self.clock.add("compute", begun)
+            self.desk.emit({"type": "progress", "update": self.update, **self._progress})
 
     def group(self, name: str, ranks: Sequence[int], called_off: Callable[[], bool]) -> dist.ProcessGroup:
         """The process group of a round."""
@@ -285,6 +297,7 @@ class CorePart(Part):
             steps = reports[member]["micro_steps"]
             self.sum.micro_steps.extend(steps)
             self.sum.statistics.add(Statistics(**reports[member]["statistics"]))
+            self.sum.collected += reports[member]["seconds"]
             self.sum.by_rank[member[0]] = self.sum.by_rank.get(member[0], 0) + len(steps)
 
     def _await_again(self, number: int, members: Sequence[Member]) -> None:
@@ -361,7 +374,11 @@ class SatellitePart(Part):
         if list(self.desk.member) not in plan["members"]:
             return False
         self.stage("reducing")
-        report = {"micro_steps": self.sum.micro_steps, "statistics": asdict(self.sum.statistics)}
+        report = {
+            "micro_steps": self.sum.micro_steps,
+            "statistics": asdict(self.sum.statistics),
+            "seconds": self.clock.computed,
+        }
         self.desk.store.set(self.round_key(number, f"/{rank}"), json.dumps(report))
         ranks = [member[0] for member in plan["members"]]
         verdict_key = self.round_key(number, "/verdict")

@@ -222,13 +222,13 @@ class Life(Script):
             self.grant(n)
             self.closed(n, 5, tokens=count)
 
-    def trained(self, update: int, groups: list[int], core: float, steps: tuple[int, int] = (1, 1)) -> None:
-        """An update in which the core computed its part of the micro-steps in `core` seconds."""
+    def trained(self, update: int, groups: list[int], **measured: float) -> None:
+        """An update, and what it measured."""
         self.say(e.UpdateOpened(update))
         for group in groups:
             self.say(e.GroupTaken(group, update))
-        micro_steps = {"0": steps[0], "1": steps[1]}
-        self.say(e.UpdateDone(update, 2, micro_steps, 99.0, {"seconds_compute": core, "seconds_wait": 50.0}))
+        metrics = {"seconds_compute": 1.0, "seconds_wait": 50.0, **measured}
+        self.say(e.UpdateDone(update, 2, {"0": 1, "1": 3}, 99.0, metrics))
 
     def run(self, path: Path) -> RunDir:
         return write_run(path, make_config(root=str(path)), self.events, None)
@@ -322,8 +322,8 @@ def test_training_is_shared_by_tokens_of_what_could_be_trained_on(life: Life, tm
     life.closed(4, 1, tokens=100)
     life.grant(5)
     life.closed(5, 1, tokens=500, outcome="failed")
-    life.trained(1, [0, 1], 10.0, (2, 8))
-    life.trained(2, [2], 7.0)
+    life.trained(1, [0, 1], cell_seconds=50.0)
+    life.trained(2, [2], cell_seconds=14.0)
     lines = exported(life, tmp_path / "r")
     assert [one["train_s"] for one in lines] == [5.0, 15.0, 30.0, 0.0, 14.0, 0.0]
 
@@ -331,7 +331,7 @@ def test_training_is_shared_by_tokens_of_what_could_be_trained_on(life: Life, tm
 def test_what_no_update_took_has_no_training(life: Life, tmp_path: Path) -> None:
     life.pair(0)
     life.pair(2)
-    life.trained(1, [0], 4.0)
+    life.trained(1, [0], cell_seconds=8.0)
     life.say(e.UpdateOpened(2))
     life.say(e.GroupTaken(1, 2))  # it died in update 2
     assert [one.get("train_s") for one in exported(life, tmp_path / "r")] == [4.0, 4.0, None, None]
@@ -339,32 +339,28 @@ def test_what_no_update_took_has_no_training(life: Life, tmp_path: Path) -> None
 
 def test_an_update_that_is_made_again_counts_as_it_was_the_last_time(life: Life, tmp_path: Path) -> None:
     life.pair(0)
-    life.trained(1, [0], 8.0)
+    life.trained(1, [0], cell_seconds=16.0)
     life.start()
-    life.trained(1, [0], 3.0)
+    life.trained(1, [0], cell_seconds=6.0)
     assert [one["train_s"] for one in exported(life, tmp_path / "r")] == [3.0, 3.0]
 
 
 def test_members_that_sampled_nothing_share_alike(life: Life, tmp_path: Path) -> None:
     life.pair(0, (0, 0))
-    life.trained(1, [0], 4.0)
+    life.trained(1, [0], cell_seconds=8.0)
     assert [one["train_s"] for one in exported(life, tmp_path / "r")] == [4.0, 4.0]
 
 
-def test_what_the_core_cannot_say_is_the_mean_of_the_others(life: Life, tmp_path: Path) -> None:
-    for group in range(4):
-        life.pair(2 * group)
-    life.trained(1, [0], 8.0, (2, 2))  # 4 s each
-    life.trained(2, [1], 2.0, (1, 0))  # 2 s each
-    life.trained(3, [2], 0.0, (0, 6))
-    life.say(e.UpdateOpened(4))  # and suspended: of the core's five, four were before
-    life.trained(4, [3], 1.0, (5, 3))
-    assert [one["train_s"] for one in exported(life, tmp_path / "r")[::2]] == [8.0, 1.0, 9.0, 12.0]
+def test_an_update_that_was_suspended_counts_like_any_other(life: Life, tmp_path: Path) -> None:
+    life.pair(0)
+    life.say(e.UpdateOpened(1))
+    life.trained(1, [0], cell_seconds=24.0)
+    assert [one["train_s"] for one in exported(life, tmp_path / "r")] == [12.0, 12.0]
 
 
 def test_without_a_measure_there_is_no_training(life: Life, tmp_path: Path) -> None:
     life.pair(0)
-    life.trained(1, [0], 0.0)
+    life.trained(1, [0])
     assert "train_s" not in exported(life, tmp_path / "r")[0]
 
 

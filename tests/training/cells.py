@@ -135,6 +135,11 @@ class Cells:
                 self._event.clear()
                 await self._event.wait()
 
+    def parts_of(self, update: int, rank: int) -> list[dict]:
+        """The last word of each part that a member took in an update, where it computed anything."""
+        said = [e for e in self.events if (e["from"], e["type"], e.get("update")) == (rank, "progress", update)]
+        return [e for i, e in enumerate(said) if i + 1 == len(said) or said[i + 1]["micro_steps"] == 1]
+
     async def spawn(self, rank: int, address: str = "127.0.0.1", **env: str) -> dict:
         """Start (or restart) a trainer."""
         self.incarnations[rank] = self.store.add(f"incarnation/{rank}", 1)

@@ -65,6 +65,58 @@ def test_updates_of_timed_cells(tmp_path):
     asyncio.run(updates(tmp_path / "cells"))
 
 
+async def suspended(path):
+    """An update without a suspension, and two with one: by the core alone, and with a satellite before it."""
+    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1)) as cells:
+        await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1)))
+        await cells.build_groups([0, 1])
+        await cells.feeder.call("begin", update=1, groups=5)
+        core = cells.train(1, 0, 0, [0, 1])
+        await cells.feed(*range(5))
+        assert_measured(await core)
+        for update, members in ((2, [0]), (3, [0, 1])):
+            await cells.feeder.call("begin", update=update, groups=5)
+            parts = [cells.train(update, rank, rank, [0, 1]) for rank in members]
+            for rank in members[1:]:
+                await cells.seen(type="joined", update=update, position=rank)
+            await cells.feed(*range(10 * update, 10 * update + 4))
+            await all_taken(cells, update, 4)
+            await cells.feeder.call("suspend", update=update)
+            assert [one["how"] for one in await asyncio.gather(*parts)] == ["suspended"] * len(members)
+            await asyncio.sleep(1)  # no time of the update
+            await cells.feeder.call("resume", update=update)
+            core = cells.train(update, 0, 0, [0])
+            await cells.feed(10 * update + 4)
+            answer = await core
+            assert_every_micro_step_counted_once(answer)
+            assert all(answer["micro_steps"][str(rank)] for rank in members)
+            assert_measured(answer)
+
+
+def assert_measured(answer):
+    """Every micro-step took its time, in the core and in all cells; the time between two parts belongs to none."""
+    metrics = answer["metrics"]
+    own, count = answer["micro_steps"]["0"], sum(answer["micro_steps"].values())
+    for measured, steps in ((metrics["seconds_compute"], own), (metrics["cell_seconds"], count)):
+        assert 0.1 * steps <= measured < 0.15 * steps
+    assert answer["seconds"] == pytest.approx(sum(v for k, v in metrics.items() if k.startswith("seconds_")), abs=0.5)
+
+
+async def all_taken(cells, update, groups):
+    """Wait until the micro-steps of so many groups are finished."""
+    async with asyncio.timeout(30):
+        while not any(
+            (e["type"], e.get("update"), e.get("taken")) == ("stream", update, groups)
+            and e["finished"] == e["published"]
+            for e in cells.events
+        ):
+            await asyncio.sleep(0.02)
+
+
+def test_an_update_that_was_suspended_is_measured_whole(tmp_path):
+    asyncio.run(suspended(tmp_path / "cells"))
+
+
 def test_what_a_micro_step_takes():
     samples = [make_sample(n, 0) for n in (1, 2, 3)]
     step = lay_out(1, [Row(sample, 1.0) for sample in samples])

@@ -16,6 +16,7 @@ from gyre.errors import ChildFailed
 from tests.training.cells import PATIENCE, Cells, Reference, make_config, make_model
 
 EXACT = 1e-5
+STAGES = ("compute", "wait", "reduce", "step", "snapshot")
 KILLED_AT_CLAIM, KILLED_AT_REDUCE, ELSEWHERE, FREEZING = 3, 4, 5, 6
 
 
@@ -79,8 +80,10 @@ async def members_without_work(cells: Cells, compared: Compared) -> None:
     async with frozen(cells, 0):
         await cells.feed(50, 51, 52)
         await idle(cells, 5, 3)
-    compared.check(5, [50, 51, 52], await core, {"1"})
-    assert (await satellite)["how"] == "done"
+    core, satellite = await core, await satellite
+    compared.check(5, [50, 51, 52], core, {"1"})
+    assert satellite["how"] == "done"
+    assert core["metrics"]["cell_seconds"] == satellite["seconds"]["compute"] > 0
 
 
 async def idle(cells: Cells, update: int, taken: int) -> dict:
@@ -121,16 +124,32 @@ async def suspended_and_resumed(cells: Cells, compared: Compared) -> None:
     answer, satellite = await asyncio.gather(*parts)
     assert satellite["how"] in ("done", "missed")
     compared.check(6, groups, answer, working(answer))
+    assert_times_of_all_parts(cells, 6, answer)
     await cells.trainers[0].call("park")
     memory = await cells.trainers[0].call("memory")
     assert (memory["gradients"], memory["accumulators"], memory["weights"]) == (0, 0, size)
     assert memory["optimizer"] >= 3 * size  # master weights and two moments
 
 
+def assert_times_of_all_parts(cells: Cells, update: int, answer: dict) -> None:
+    """What the core says of an update's computing is the sum of what all parts of all members said meanwhile."""
+    parts = {rank: cells.parts_of(update, rank) for rank in range(3)}
+    counts = {str(rank): sum(part["micro_steps"] for part in parts[rank]) for rank in parts}
+    assert {rank: count for rank, count in counts.items() if count} == {
+        rank: count for rank, count in answer["micro_steps"].items() if count
+    }
+    seconds = {rank: sum(part["seconds"] for part in parts[rank]) for rank in parts}
+    metrics = answer["metrics"]
+    assert metrics.get("seconds_compute", 0.0) == pytest.approx(seconds[0])
+    assert metrics["cell_seconds"] == pytest.approx(sum(seconds.values()))
+    assert sum(part["tokens"] for each in parts.values() for part in each) == metrics["tokens"]
+    assert answer["seconds"] > sum(metrics.get(f"seconds_{stage}", 0.0) for stage in STAGES) > seconds[0]
+
+
 async def killed_in_the_middle(cells: Cells, compared: Compared) -> None:
     """A member between two others dies with a claimed micro-step; the survivors are no prefix."""
     answer = await one_dies(cells, 7, [0, KILLED_AT_CLAIM, 2], "the claim")
-    assert answer["members"] == 3
+    assert answer["members"] in (2, 3)  # it may be barred before or after the window closes
     compared.check(7, groups_of(7), answer, working(answer))
 
 

@@ -6,6 +6,7 @@ the records of its executions.
 
 import contextlib
 import json
+import math
 import os
 import signal
 from collections import Counter
@@ -19,6 +20,7 @@ from tests.whole.support import Place, Run, assert_whole, tiny
 pytestmark = pytest.mark.whole
 
 CELLS, GROUPS, SIZE = 3, 4, 3  # groups of a batch and executions of a group
+WEIGHTS = 1024  # of gyre:timed
 SHORT, MIDDLE, LONG = 10, 20, 60  # tokens, of which there are 40 a second
 
 
@@ -170,6 +172,19 @@ def test_elastic_gives_idle_cells_back_to_executions_that_wait(elastic):
         later = [e for e in elastic.events("move_started") if e["t"] >= event["t"] and e["target"] == "rollout"]
         assert later and "suspended" in later[0]["reason"]
         assert [e for e in elastic.events("execution_granted") if e["t"] >= later[0]["t"]]
+
+
+def test_elastic_counts_every_micro_step_of_a_suspended_update_once(elastic):
+    """A part of the sum waited with the core while its cell rolled out; what it took is counted too."""
+    opened = Counter(event["update"] for event in elastic.events("update_opened"))
+    suspended = [event for event in elastic.events("update_done") if opened[event["update"]] > 1]
+    assert suspended
+    for event in suspended:
+        count, metrics = sum(event["micro_steps"].values()), event["metrics"]
+        assert count == GROUPS * SIZE
+        assert metrics["loss"] == pytest.approx(count * (count + 1) / 2 / metrics["weight"])
+        assert metrics["grad_norm"] == pytest.approx(math.sqrt(WEIGHTS) * metrics["loss"], rel=1e-5)
+        assert 0.3 * count <= metrics["cell_seconds"] < 0.45 * count
 
 
 # -- colocate ----------------------------------------------------------------------------------------------------------
