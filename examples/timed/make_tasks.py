@@ -1,6 +1,6 @@
 """Makes tasks of a trace: each asks for the tokens that a timed engine emits in the time that an execution took.
 
-    python examples/timed/make_tasks.py benchmarks/traces/TRACE.jsonl --scale 0.0175 --groups 32 > tasks.jsonl
+python examples/timed/make_tasks.py benchmarks/traces/TRACE.jsonl --scale 0.0175 --groups 32 > tasks.jsonl
 """
 
 import argparse
