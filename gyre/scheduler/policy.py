@@ -137,6 +137,9 @@ class Elastic:
 
         n cells train on A cell-seconds of ready work. One more that joins after s seconds finds A - n * s of it left
         and does its share of 1 / (n + 1); the move is worth it when that exceeds what the way back will cost.
+
+        At the end of a batch, when nobody waits for a slot, all cells wait for the last group: one cell more trains it
+        W / (n (n + 1)) seconds sooner, of W cell-seconds, for every cell there is, whether anything is ready or not.
         """
         # What is ready has to be trained on, however little it is, where nothing is to be had by waiting.
         all_there = not view.w or (not view.training and view.supply >= view.remaining)
@@ -146,6 +149,8 @@ class Elastic:
         share = (work - n * view.to_training_s) / (n + 1)
         if view.supply and share > view.to_rollout_s:
             return _go("worth", f"{view.supply} groups are ready, {share:.0f} s of work for one more cell")
+        if n and not view.queued and view.cells * view.group_work / (n * (n + 1)) > view.to_rollout_s:
+            return _go("end", f"the batch waits for its last {view.remaining} groups, and no execution for a slot")
         return _no("worth", f"{view.supply} ready groups are not worth a move")
 
     def open(self, view: View) -> Decision:
@@ -163,7 +168,8 @@ class Elastic:
         it could leave again. It costs what it idles while executions wait. So count cells stay if the groups that are
         ready keep them busy until the queue is empty, or for `BUSY` executions' time; or if there is something for the
         start and the queue lasts for `WAVES` executions' time at least, so that short groups can be granted first to
-        feed them, and those are a small part of the batch.
+        feed them, and those are a small part of the batch. Where the queue is over within an execution's time, the
+        batch hangs on executions that should have started at once, and no cell stays.
         """
         if not self.stay or view.group_work is None or not view.execution_s:
             return self._keep_core(view)
@@ -180,6 +186,8 @@ class Elastic:
     def _busy(view: View, count: int) -> bool:
         others = view.all_slots - count * view.slots
         queue_s = max(0, view.w - others) / others * view.execution_s if others else float("inf")
+        if 0 < queue_s < view.execution_s:
+            return False
         busy_s = view.supply * view.group_work / count
         if busy_s >= max(view.to_training_s + view.to_rollout_s, min(queue_s, BUSY * view.execution_s)):
             return True

@@ -88,9 +88,12 @@ def test_plain_elastic_moves(changes, code):
     [
         ({}, "hold"),  # nothing is measured yet: by thresholds
         (MEASURED, "go"),
-        ({**MEASURED, "supply": 0}, "worth"),
+        ({**MEASURED, "supply": 0}, "worth"),  # the core has something to begin with, or does not move
+        ({**MEASURED, "supply": 0, "training": 7}, "go"),  # the batch's end: 7 * 40 / (7 * 8) = 5 > 4
+        ({**MEASURED, "supply": 0, "training": 8}, "worth"),  # 7 * 40 / (8 * 9) = 3.9
+        ({**MEASURED, "supply": 0, "training": 7, "queued": 1}, "worth"),
         ({**MEASURED, "supply": 1, "training": 2}, "go"),  # (40 - 2 * 8) / 3 = 8 > 4
-        ({**MEASURED, "supply": 1, "training": 3}, "worth"),  # (40 - 3 * 8) / 4 = 4
+        ({**MEASURED, "supply": 1, "training": 3, "queued": 1}, "worth"),  # (40 - 3 * 8) / 4 = 4
         ({**MEASURED, "group_work": 1.0, "w": 1}, "worth"),  # 3 s of work
         ({**MEASURED, "group_work": 1.0, "w": 0, "supply_since": 9.0}, "go"),  # but nothing more will come
         ({**MEASURED, "group_work": 1.0, "remaining": 3, "supply_since": 9.0}, "go"),  # the whole batch is there
@@ -114,8 +117,9 @@ def test_plain_elastic_keeps_the_core(changes, code):
         ({}, 2),  # 20 slots cover the 8 executions, so nobody waits
         ({"training": 1}, 1),
         ({"supply": 0}, 0),
-        ({"w": 30}, 2),  # the queue lasts 50 s, and 3 groups keep 2 cells busy for 60
-        ({"w": 45}, 1),  # 125 s; for 75 s, BUSY, one cell has work
+        ({"w": 30}, 0),  # the queue lasts 50 s, less than an execution
+        ({"w": 50}, 1),  # 108 s with one cell less; for 75 s, BUSY, one cell has work
+        ({"w": 50, "supply": 4}, 2),
         ({"w": 60, "supply": 1, "batch_groups": 9}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
         ({"w": 60, "supply": 1, "batch_groups": 8}, 0),
         ({"w": 60, "supply": 0, "batch_groups": 9}, 0),  # it would be given back before the first of them is over
