@@ -178,9 +178,7 @@ class Elastic:
         for count in range(most, 0, -1):
             if self._busy(view, count):
                 return count, _go("stay", f"{view.supply} groups are ready for {count} of them")
-        return 0, _no(
-            "supply", f"{view.supply} ready groups do not keep a cell busy while {view.queued} executions wait"
-        )
+        return self._keep_core(view)
 
     @staticmethod
     def _busy(view: View, count: int) -> bool:

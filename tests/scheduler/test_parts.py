@@ -124,6 +124,7 @@ def test_plain_elastic_keeps_the_core(changes, code):
         ({"w": 60, "supply": 1, "batch_groups": 8}, 0),
         ({"w": 60, "supply": 0, "batch_groups": 9}, 0),  # it would be given back before the first of them is over
         ({"group_work": None}, 0),
+        ({"group_work": 1.0, "supply_since": 5.0}, 1),  # too little for a whole cell, but nobody waits meanwhile
     ],
 )
 def test_elastic_keeps_cells_that_have_work(changes, count):
