@@ -165,11 +165,10 @@ class Elastic:
         """As many cells as training needs all the time, as far as they have work until executions leave room again.
 
         A cell that stays saves two switches and, more, the slots that stand idle while w falls by a cell's worth before
-        it could leave again. It costs what it idles while executions wait. So count cells stay if the groups that are
-        ready keep them busy until the queue is empty, or for `BUSY` executions' time; or if there is something for the
-        start and the queue lasts for `WAVES` executions' time at least, so that short groups can be granted first to
-        feed them, and those are a small part of the batch. Where the queue is over within an execution's time, the
-        batch hangs on executions that should have started at once, and no cell stays.
+        it could leave again. It costs what it idles while executions wait. So count cells stay if nobody waits, or if
+        the groups that are ready keep them busy for `BUSY` executions' time; or if there is something for the start and
+        the queue lasts for `WAVES` executions' time at least, so that short groups can be granted first to feed them,
+        and those are a small part of the batch.
         """
         if not self.stay or view.group_work is None or not view.execution_s:
             return self._keep_core(view)
@@ -184,10 +183,9 @@ class Elastic:
     def _busy(view: View, count: int) -> bool:
         others = view.all_slots - count * view.slots
         queue_s = max(0, view.w - others) / others * view.execution_s if others else float("inf")
-        if 0 < queue_s < view.execution_s:
-            return False
         busy_s = view.supply * view.group_work / count
-        if busy_s >= max(view.to_training_s + view.to_rollout_s, min(queue_s, BUSY * view.execution_s)):
+        needed_s = BUSY * view.execution_s if queue_s else 0.0
+        if busy_s >= max(view.to_training_s + view.to_rollout_s, needed_s):
             return True
         # With nothing ready at all they would be given back before the first short group is over.
         fed = view.supply > 0 and feed(view, count) <= view.batch_groups / 3

@@ -117,8 +117,7 @@ def test_plain_elastic_keeps_the_core(changes, code):
         ({}, 2),  # 20 slots cover the 8 executions, so nobody waits
         ({"training": 1}, 1),
         ({"supply": 0}, 0),
-        ({"w": 30}, 0),  # the queue lasts 50 s, less than an execution
-        ({"w": 50}, 1),  # 108 s with one cell less; for 75 s, BUSY, one cell has work
+        ({"w": 30}, 1),  # 3 groups keep one cell busy for 75 s, BUSY, but not two
         ({"w": 50, "supply": 4}, 2),
         ({"w": 60, "supply": 1, "batch_groups": 9}, 1),  # 150 s, WAVES: 3 short groups first feed one cell
         ({"w": 60, "supply": 1, "batch_groups": 8}, 0),
