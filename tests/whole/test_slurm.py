@@ -65,7 +65,7 @@ def test_tiny_learns_in_a_het_job_submitted_by_hand(site):
     assert rewards[0] < 0.3, rewards
     assert sum(rewards[-3:]) / 3 >= 0.8, rewards
     assert sum(summary["joins"]) > 0
-    # Executions went on elsewhere while they ran. Their requests take milliseconds here, so whether one is cut off is luck.
+    # Executions went on elsewhere while they ran. Their requests take milliseconds, so whether one is cut off is luck.
     assert any(event["rerouted"] for event in run.events("move_started"))
 
 
