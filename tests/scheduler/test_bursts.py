@@ -7,6 +7,7 @@ from gyre.errors import InvariantBroken
 from gyre.scheduler import acts
 from gyre.scheduler import commands as c
 from gyre.scheduler.burst import Phase
+from gyre.scheduler.policy import Async
 from gyre.scheduler.settings import Settings
 from tests.scheduler.hand import Hand
 from tests.scheduler.world import Chances, World
@@ -404,3 +405,32 @@ def test_the_run_ends_with_the_last_commit():
     hand.commit()
     assert [type(x) for x in hand.latest if not isinstance(x, c.Log)] == [c.PublishPolicy, c.EndRun]
     assert hand.of(c.EndRun)[0].how == "completed"
+
+
+# -- what policies are told, and what people are -----------------------------------------------------------------------
+def test_who_waits_for_a_host_does_not_wait_for_a_slot():
+    """Cells that are given back would serve nobody: slots are free already."""
+    hand = Hand(cells=2, host_executions=1).begin()
+    assert hand.state.executions.queued and hand.state.executions.engines.free
+    assert acts.view(hand.state, hand.now).queued == 0
+    hand.state.update.dry_since = hand.now
+    hand.state.measures.moved("training", hand.now - 5.0)
+    assert hand.state.wake_at() is None
+    full = Hand(cells=2, slots=1).begin()
+    assert acts.view(full.state, full.now).queued == full.state.executions.queued == 2
+
+
+def test_two_reasons_that_last_are_said_once_each():
+    """The core waits for its batch, and the other cell that trains comes back: neither is news at the next tick."""
+    hand = Hand(cells=3, trainers=2, policy=Async()).begin()
+    hand.to_training(0)
+    hand.to_training(1)
+    hand.say(e.RankLost(1, 1, "it was killed"))
+    hand.say(e.RankReady(1, 2, "node", "http://1"))
+    hand.build()
+    hand.wait(0.2)
+    said = [fact.reason for fact in hand.facts(e.GateReason)]
+    assert {"0 ready groups, 2 are needed", "cell 1 is not back in rollout yet"} <= set(said[-3:])
+    for _ in range(5):
+        hand.wait(0.2)
+    assert len(hand.facts(e.GateReason)) == len(said)
