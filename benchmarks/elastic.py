@@ -147,7 +147,7 @@ def switches(variant: Variant) -> dict[str, Any]:
     if not isinstance(policy, Elastic):
         return {}
     switched = {"gain": policy.gain, "stay": policy.stay, "give_back": policy.give_back}
-    switched |= {"at_once": policy.moves_at_once > 1, "longest_first": variant.longest_first}
+    switched |= {"at_once": policy.at_once, "longest_first": variant.longest_first}
     return {"elastic": switched | {"adapt_lookahead": variant.adapt_lookahead}}
 
 

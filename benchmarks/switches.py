@@ -15,21 +15,12 @@ from _common import SHAPES, TRACES, Shape, keep, parser, scenario, shown
 from rich.console import Console
 from rich.table import Table
 
-from gyre.simulate.compare import VARIANTS, Variant, simulate, summary, without
+from gyre.simulate.compare import VARIANTS, Variant, simulate, summary, switched
 from gyre.simulate.trace import load
 
 #: Batches of lookahead from which the one that adapts starts.
 ADAPTED_FROM = 1.0
 SWITCHES = ("gain", "at_once", "stay", "give_back", "longest_first")
-
-
-def only(switch: str) -> Variant:
-    """The plain policy with one switch on."""
-    plain = VARIANTS["plain"]
-    if switch == "longest_first":
-        return replace(plain, longest_first=True)
-    changes = {"moves_at_once": 1_000_000} if switch == "at_once" else {switch: True}
-    return replace(plain, policy=replace(plain.policy, **changes))
 
 
 def measure(
@@ -68,8 +59,8 @@ def main() -> None:
     kept: dict[str, dict[str, list[float]]] = {"all": {"x plain": quotients(plain, elastic)}}
     for switch in SWITCHES:
         kept[switch] = {
-            "x without": quotients(of(without(VARIANTS["elastic"], switch)), elastic),
-            "x plain": quotients(plain, of(only(switch))),
+            "x without": quotients(of(switched(VARIANTS["elastic"], switch, False)), elastic),
+            "x plain": quotients(plain, of(switched(VARIANTS["plain"], switch, True))),
         }
     for name, columns in kept.items():
         pairs = zip(columns.get("x without", [None] * len(shapes)), columns["x plain"], strict=True)

@@ -200,8 +200,8 @@ def _report(options: argparse.Namespace) -> int:
 
     run, _ = directory.open_run(options.target)
     if options.html is not None or options.trace is not None:
-        from gyre.simulate.options import distinct
-        from gyre.timeline_page import run_page, write
+        from gyre.outputs import distinct, write
+        from gyre.timeline_page import run_page
 
         read = {"the run's events.jsonl": run.events, "the run's config.yaml": run.config}
         distinct(read, {"--html": options.html, "--trace": options.trace})

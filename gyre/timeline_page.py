@@ -21,7 +21,6 @@ from typing import Any
 
 from gyre import words
 from gyre.config import load
-from gyre.errors import UserError
 from gyre.report import summarise
 from gyre.run_dir import RunDir, read_events
 from gyre.scheduler.settings import Settings
@@ -77,18 +76,6 @@ def run_page(run: RunDir) -> str:
     settings = Settings.of(config)
     timeline = fold(read_events(run.events), settings.slots, settings.max_lag, settings.trainers)
     return page(f"{run.name}", [(run.name, timeline, run_figures(summarise(run)))])
-
-
-def write(out: str | Path, text: str) -> None:
-    """Write a page to a file.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        Path(out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; name a file that can be written") from error
 
 
 def run_figures(summary: dict[str, Any]) -> dict[str, str]:

@@ -55,8 +55,8 @@ class Policy(Protocol):
     """Answers the scheduler's questions."""
 
     name: str
-    #: Cells that may be on their way into training at the same time.
-    moves_at_once: int
+    #: Whether several cells may be on their way into training at the same time.
+    at_once: bool
 
     def threshold(self, batch_groups: int, remaining: int, fraction: float) -> float:
         """Untaken ready groups that training needs to begin, of a batch of so many groups."""
@@ -119,14 +119,14 @@ class Elastic:
     gain: bool = True  # `_worth`: a move is judged by what it gains, not by a fraction of the batch
     stay: bool = True  # `keep`: cells stay in training for the next batch
     give_back: bool = True  # `gives_back`: cells that idle in training go back to executions that wait
-    moves_at_once: int = 1_000_000
+    at_once: bool = True  # several cells move at the same time
 
     name = "elastic"
 
     @classmethod
     def plain(cls) -> Elastic:
         """The policy of thresholds alone, one cell at a time."""
-        return cls(gain=False, stay=False, give_back=False, moves_at_once=1)
+        return cls(gain=False, stay=False, give_back=False, at_once=False)
 
     def threshold(self, batch_groups: int, remaining: int, fraction: float) -> float:
         """A fraction of the batch, or whatever is left of it."""
@@ -216,7 +216,7 @@ class Colocate:
     """All cells roll out until nothing is open, then all train, then all roll out again."""
 
     name = "colocate"
-    moves_at_once = 1_000_000
+    at_once = True
 
     def threshold(self, batch_groups: int, remaining: int, fraction: float) -> float:
         """The whole batch."""
@@ -259,7 +259,7 @@ class Async:
     """
 
     streaming: bool = False
-    moves_at_once = 1_000_000
+    at_once = True
 
     @property
     def name(self) -> str:
@@ -301,4 +301,4 @@ def policy_of(config: Config) -> Policy:
         case "async" | "async-stream":
             return Async(streaming=config.scheduler.policy == "async-stream")
     elastic = config.scheduler.elastic
-    return Elastic(elastic.gain, elastic.stay, elastic.give_back, 1_000_000 if elastic.at_once else 1)
+    return Elastic(elastic.gain, elastic.stay, elastic.give_back, elastic.at_once)

@@ -242,7 +242,7 @@ def candidate(state: SchedulerState) -> tuple[Cell | None, Decision | None]:
     fleet, update, generation = state.fleet, state.update, state.generation
     if state.finishing:
         return None, _no("finished", "all batches are trained")
-    if len(fleet.moving) >= state.policy.moves_at_once:
+    if fleet.moving and not state.policy.at_once:
         return None, _no(f"moving {fleet.moving[-1]}", f"cell {fleet.moving[-1]} is on its way into training")
     if fleet.core.goal == ROLLOUT:
         cell = fleet.core

@@ -77,7 +77,6 @@ class SchedulerState:
         self.restored: list[Group] = []  # groups found closed at a resume
         self.missing: tuple[int, ...] = ()  # executions found without a spec at a resume
         self.resumed = False
-        self.now = 0.0
         self._started = False
         self._commands: list[Command] = []
         acts.begin_batch(self)
@@ -114,6 +113,11 @@ class SchedulerState:
         """d, p, f and w. The loop sets the store's counters to these before the first command."""
         return self.executions.level
 
+    @property
+    def now(self) -> float:
+        """The time of the present event, or of the latest one."""
+        return self.measures.now
+
     def emit(self, command: Command) -> None:
         """Add a command to what the present event results in."""
         self._commands.append(command)
@@ -124,7 +128,7 @@ class SchedulerState:
         if self._started:
             raise GyreError("the scheduler has started already")
         self._started = True
-        self.now = self.measures.now = now
+        self.measures.now = now
         for group in self.restored:
             self._settle_group(group)
         self.restored = []
@@ -146,7 +150,7 @@ class SchedulerState:
         commands = [] if self._started else self.start(now)
         if self.ended:
             return commands
-        self.now = self.measures.now = now
+        self.measures.now = now
         _HANDLERS[type(event)](self, event)
         return commands + self._settle(now)
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gyre import timeline, timeline_page, words
 from gyre.errors import UserError
+from gyre.outputs import distinct, write
 from gyre.simulate import compare, pool
 from gyre.simulate.compare import VARIANTS, Result, Scenario
 from gyre.simulate.costs import Costs
@@ -23,7 +24,6 @@ from gyre.simulate.options import (
     MOST_EXECUTIONS,
     MOST_TOGETHER,
     dashed,
-    distinct,
     finite,
     switch,
     train_ratio,
@@ -53,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if options.json:
         report = {"trace": trace.name, "scenario": _described(scenario, options), "policies": results}
-        timeline_page.write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
     if options.html:
-        timeline_page.write(options.html, _page(scenario, trace, results, options.seed))
+        write(options.html, _page(scenario, trace, results, options.seed))
     return 0
 
 

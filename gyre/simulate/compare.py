@@ -222,9 +222,8 @@ def best(by_split: dict[int | None, list[Result]]) -> tuple[int | None, dict[str
     return chosen, figures
 
 
-def without(variant: Variant, switch: str) -> Variant:
-    """The elastic policy with one of its switches off, to measure what that one gains."""
+def switched(variant: Variant, switch: str, on: bool) -> Variant:
+    """An elastic policy with one of its switches (keys of `scheduler.elastic`) on or off, to measure what it gains."""
     if switch in ("longest_first", "adapt_lookahead"):
-        return replace(variant, **{switch: False})
-    changes = {"moves_at_once": 1} if switch == "at_once" else {switch: False}
-    return replace(variant, policy=replace(variant.policy, **changes))
+        return replace(variant, **{switch: on})
+    return replace(variant, policy=replace(variant.policy, **{switch: on}))

@@ -14,8 +14,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from gyre import timeline_page, words
+from gyre import words
 from gyre.errors import UserError
+from gyre.outputs import distinct, write
 from gyre.simulate import plan, pool
 from gyre.simulate.candidate import Candidate, Figures, Workload, batches_of, mean, measure
 from gyre.simulate.options import (
@@ -23,7 +24,6 @@ from gyre.simulate.options import (
     MOST_EXECUTIONS,
     MOST_TOGETHER,
     dashed,
-    distinct,
     finite,
     switch,
     train_ratio,
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     _print(options, trace, bench, found, why, sections)
     if options.json:
         report = _report(options, bench, found, why, sections, split)
-        timeline_page.write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
     return 0
 
 

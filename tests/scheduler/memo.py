@@ -173,7 +173,7 @@ def normalise(state: SchedulerState, now: float) -> tuple[int, ...]:
         cell.epoch, cell.ordered_at = 0, 0.0
     state.fleet._routes = 0
     state.said, state.decision = {}, Decision(False, "", "")
-    state.now = state.measures.now = 0.0
+    state.measures.now = 0.0
     state.lookahead._at, state.lookahead._idle, state.lookahead._total = None, 0.0, 0.0
     state.lookahead._idle_cells = 0.0
     if state.update.dry_since is not None:
