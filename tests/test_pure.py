@@ -18,6 +18,7 @@ MUST_BE_PURE = {
     "gyre.config",
     "gyre.errors",
     "gyre.events",
+    "gyre.splice",
     "gyre.cell.machine",
     "gyre.launch.identity",
     "gyre.launch.plan",
