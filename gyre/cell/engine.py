@@ -249,6 +249,10 @@ class VllmControl:
         labels = {"model_name": self._settings.served_name, "engine": "0"}
         return int(REGISTRY.get_sample_value("vllm:generation_tokens_total", labels) or 0)
 
+    def unfinished(self) -> int:
+        """Requests that vLLM has not ended."""
+        return self._engine.get_num_unfinished_requests()
+
 
 def load_libraries() -> None:
     """Import what an engine needs: nearly all of its start. A CPU engine may be forked from a process that did this."""

@@ -298,7 +298,7 @@ class EngineProcess:
         await self._call("POST", "closed", n=n)
 
     async def status(self) -> Message:
-        """{state, epoch, policy, live, parked, requests, tokens, busy_seconds}."""
+        """{state, epoch, policy, live, unfinished, parked, requests, tokens, busy_seconds}."""
         return await self._call("GET", "status")
 
     async def sleep(self) -> Message:

@@ -77,6 +77,9 @@ class Control(Protocol):
     def tokens(self) -> int:
         """Tokens sampled since the start."""
 
+    def unfinished(self) -> int:
+        """Requests that the engine has taken and not ended, by its own count."""
+
 
 class Conflict(GyreError):
     """An admin request that does not fit the gate's state."""
@@ -335,6 +338,7 @@ class Gate:
             "epoch": self.epoch,
             "policy": self.policy,
             "live": len(self._live),
+            "unfinished": self._control.unfinished(),
             "parked": self._parked,
             "requests": self._requests,
             "tokens": self._control.tokens(),

@@ -272,6 +272,10 @@ class TimedControl:
         """Tokens sampled since the start."""
         return self._speed.tokens
 
+    def unfinished(self) -> int:
+        """Answers under way."""
+        return self._speed.live
+
 
 def _load(path: Path) -> tuple[dict[str, numpy.ndarray], Sums]:
     weights: dict[str, numpy.ndarray] = {}

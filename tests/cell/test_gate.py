@@ -49,6 +49,9 @@ class ToyControl:
     def tokens(self):
         return 7
 
+    def unfinished(self):
+        return 0
+
 
 class ToyServer:
     """Answers after `released`; a stream sends one event before that. Stubborn ones ignore a disconnect."""
