@@ -207,7 +207,8 @@ def _boundary(ids: list[int], text: str, decode: Decode) -> int | None:
     """The number of ids whose text is exactly `text`."""
     if not text:
         return 0
-    near = bisect_left(range(len(ids) + 1), len(text), key=lambda count: len(decode(ids[:count])))
+    most = min(len(ids), 4 * len(text))  # no character is more than four bytes, and no id less than one
+    near = bisect_left(range(most + 1), len(text), key=lambda count: len(decode(ids[:count])))
     for count in range(max(0, near - _MERGED), min(len(ids), near + _MERGED) + 1):  # parts of characters count as some
         if decode(ids[:count]) == text:
             return count
