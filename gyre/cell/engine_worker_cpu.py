@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -29,6 +32,21 @@ def _restore(released: Released) -> None:
     while released:
         storage, size = released.pop()
         storage.resize_(size)
+
+
+@contextlib.contextmanager
+def _undrawn(runner: Any) -> Iterator[None]:
+    """Keep the generators of requests whose prompt is not yet whole out of a step's sampling.
+
+    vLLM samples for them too, discards the token and winds the generator back; one of a CPU cannot be wound back, and
+    the engine dies of trying. So nothing is drawn from it, and a seed gives the same tokens however prompts are cut.
+    """
+    generators, cut = runner.input_batch.generators, runner.discard_request_mask.np
+    aside = {i: generators.pop(i) for i in list(generators) if cut[i]}
+    try:
+        yield
+    finally:
+        generators.update(aside)
 
 
 class CpuWorker(Weights, CPUWorker):
@@ -66,6 +84,11 @@ class CpuWorker(Weights, CPUWorker):
             for module in modules:
                 if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
                     module.__dict__.pop("cpu_linear", None)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample a step's tokens."""
+        with _undrawn(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def sleep(self, level: int = 1) -> None:
         """Release KV cache and weights; the contents are gone at every level."""
