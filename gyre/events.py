@@ -59,6 +59,7 @@ class RankReady(Event):
     node: str
     url: str = ""  # of the cell's gate; empty for hosts
     checksum: str = ""  # of the weights that the core begins with; empty for all others
+    kv: str | None = None  # where its engine leaves KV blocks for others; None where it leaves none
 
 
 @dataclass(frozen=True)

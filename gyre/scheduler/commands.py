@@ -98,11 +98,12 @@ class Finished(Command):
 # -- routes and roles ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EngineRoute:
-    """Where an engine serves, under which epoch, with which policy version."""
+    """Where an engine serves, under which epoch, with which policy version, and where it will leave its KV blocks."""
 
     url: str
     epoch: int
     policy: int
+    kv: str | None = None
 
 
 @dataclass(frozen=True)

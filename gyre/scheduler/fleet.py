@@ -49,6 +49,7 @@ class Cell:
     up: bool = False  # it obeys orders
     lost: bool = False  # this incarnation is gone for good
     url: str = ""
+    kv: str | None = None  # where its engine leaves KV blocks
     epoch: int = 0
     floor: int = 0  # lowest epoch whose failures are news
     goal: str = ROLLOUT
@@ -137,7 +138,7 @@ class Fleet:
         again = event.incarnation == cell.incarnation and not cell.up and not cell.lost
         if event.incarnation < cell.incarnation or not (again or event.incarnation > cell.incarnation):
             return False
-        cell.incarnation, cell.url = event.incarnation, event.url
+        cell.incarnation, cell.url, cell.kv = event.incarnation, event.url, event.kv
         cell.up, cell.lost, cell.state, cell.version = True, False, State.RESTARTING, -1
         self._unheard.discard(cell.rank)
         if cell.rank < self._settings.cells:
@@ -193,7 +194,7 @@ class Fleet:
 
     @staticmethod
     def _entry(cell: Cell) -> EngineRoute:
-        return EngineRoute(cell.url, cell.epoch, cell.version)
+        return EngineRoute(cell.url, cell.epoch, cell.version, cell.kv)
 
     def _admit(self, cell: Cell) -> None:
         """Route an engine that holds a version it may serve."""

@@ -254,10 +254,12 @@ class SchedulerLoop:
         self.submit(closed_event(read_json(path)))
 
     def _route(self, command: c.Route) -> None:
-        engines = {
-            str(rank): None if route is None else {"url": route.url, "epoch": route.epoch, "policy": route.policy}
-            for rank, route in command.engines.items()
-        }
+        engines: dict[str, dict[str, Any] | None] = {}
+        for rank, route in command.engines.items():
+            fields = None if route is None else {"url": route.url, "epoch": route.epoch, "policy": route.policy}
+            if route is not None and route.kv is not None:
+                fields["kv"] = route.kv
+            engines[str(rank)] = fields
         for host in self._hosts if command.host is None else {command.host}:
             if host not in self._incarnations:
                 continue

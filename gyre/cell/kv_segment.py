@@ -1,0 +1,285 @@
+"""Memory in which an engine leaves KV blocks for other engines: its page, which says what there is, and the shards.
+
+All of it is memory without a name (memfd), which other processes of the same user open as ``/proc/<pid>/fd/<n>``: it is
+gone when the engine's process is, however that ended, and nothing can be left behind. A page lives as long as its
+engine. A shard holds the blocks of one worker of the engine, with an index from keys (`gyre.cell.kv_index`) to slots.
+
+What it keeps true: one writer, the engine's own process, owns the page, and `generation` there and in a shard's header
+is that of the blocks that may be read. It is raised (in a shard: set to 0) before blocks are given up, and memory that
+was readable is never written again, so a reader that finds the generation it expects before and after its copy has
+copied what was exported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from gyre.cell.kv_index import KEY_BYTES, Chosen
+from gyre.errors import GyreError
+
+PAGE_BYTES = 4096
+ALIGNMENT = 4096
+#: Shards of one engine: its workers.
+MOST_SHARDS = 64
+
+_PAGE = struct.Struct("<8s16sqqqqqqqq")  # magic, tag, state, turn, epoch, policy, generation, plan, exported, shards
+_FDS = struct.Struct(f"<{MOST_SHARDS}q")
+_SHARD = struct.Struct("<8sqq16s16sqqqq")  # magic, generation, policy, model, layout, block bytes, tokens, slots, data
+_PLAN = struct.Struct("<8s16sqq")  # magic, model, tokens of a block, blocks
+_PAGE_MAGIC, _SHARD_MAGIC, _PLAN_MAGIC = b"gyrekvp1", b"gyrekvs1", b"gyrekvi1"
+_GENERATION_AT = 8  # in a shard
+
+
+class Unavailable(GyreError):
+    """Blocks that are not there, or are not those that are wanted: whoever wanted them computes."""
+
+
+class Stage(IntEnum):
+    """What an engine does with its KV blocks."""
+
+    STARTED = 0
+    SERVING = 1
+    PINNING = 2  # its gate is closing: the blocks of requests that end are kept
+    EXPORTING = 3
+    READY = 4  # the shards may be read
+    GONE = 5  # they were given up
+    HELD = 6  # its weights are being changed
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page says; `generation` is that of the shards, `fds` are theirs, `plan` that of a plan to be written."""
+
+    tag: bytes
+    stage: Stage
+    turn: int = 0  # raised whenever the gate opens: what the cache held before is of no use after
+    epoch: int = -1
+    policy: int = -1
+    generation: int = -1
+    plan: int = -1
+    most: int = 0  # blocks that may be exported
+    fds: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """The bytes of a page."""
+        head = _PAGE.pack(
+            _PAGE_MAGIC,
+            self.tag,
+            self.stage,
+            self.turn,
+            self.epoch,
+            self.policy,
+            self.generation,
+            self.plan,
+            self.most,
+            len(self.fds),
+        )
+        return head + _FDS.pack(*self.fds, *[-1] * (MOST_SHARDS - len(self.fds)))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview | mmap.mmap) -> Page:
+        """The page of its bytes.
+
+        Raises:
+            Unavailable: these bytes are no page.
+        """
+        if len(data) < _PAGE.size + _FDS.size:
+            raise Unavailable("no page: too short")
+        magic, tag, stage, turn, epoch, policy, generation, plan, most, shards = _PAGE.unpack_from(data)
+        if magic != _PAGE_MAGIC or not 0 <= shards <= MOST_SHARDS or stage not in set(Stage):
+            raise Unavailable("no page of an engine")
+        fds = _FDS.unpack_from(data, _PAGE.size)[:shards]
+        return cls(tag, Stage(stage), turn, epoch, policy, generation, plan, most, fds)
+
+
+PAGE_SIZE = _PAGE.size + _FDS.size
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a shard says of itself; `data` is where its first block begins, and a block has `block_bytes`."""
+
+    generation: int
+    policy: int
+    model: bytes
+    layout: bytes
+    block_bytes: int
+    tokens: int  # of a block
+    slots: int
+    data: int
+
+    def pack(self) -> bytes:
+        """The bytes of a header."""
+        sizes = (self.block_bytes, self.tokens, self.slots, self.data)
+        return _SHARD.pack(_SHARD_MAGIC, self.generation, self.policy, self.model, self.layout, *sizes)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview | mmap.mmap) -> Header:
+        """The header of a shard's bytes.
+
+        Raises:
+            Unavailable: these bytes are no shard's.
+        """
+        if len(data) < _SHARD.size:
+            raise Unavailable("no shard: too short")
+        magic, *rest = _SHARD.unpack_from(data)
+        header = cls(*rest)
+        if magic != _SHARD_MAGIC or min(header.block_bytes, header.tokens) < 1 or header.slots < 0:
+            raise Unavailable("no shard of KV blocks")
+        if header.data != data_offset(header.slots):
+            raise Unavailable("a shard whose index does not fit its header")
+        return header
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole shard."""
+        return self.data + self.slots * self.block_bytes
+
+    @property
+    def taken_at(self) -> int:
+        """Where the bytes begin in which readers note what they have taken, one a slot."""
+        return _SHARD.size + self.slots * KEY_BYTES
+
+
+def data_offset(slots: int) -> int:
+    """Where the blocks of a shard begin: behind its header, a key a slot and a byte a slot."""
+    return -(-(_SHARD.size + slots * (KEY_BYTES + 1)) // ALIGNMENT) * ALIGNMENT
+
+
+INDEX_AT = _SHARD.size
+
+
+def read_index(data: bytes | memoryview | mmap.mmap, header: Header) -> dict[bytes, int]:
+    """Keys to slots.
+
+    Raises:
+        Unavailable: there are fewer bytes than the header says.
+    """
+    keys = bytes(data[INDEX_AT : header.taken_at])
+    if len(keys) != header.slots * KEY_BYTES:
+        raise Unavailable("a shard without its whole index")
+    return {keys[at : at + KEY_BYTES]: slot for slot, at in enumerate(range(0, len(keys), KEY_BYTES))}
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Plan:
+    """Which blocks an engine's workers are to export, slot by slot, and of what model in blocks of how many tokens."""
+
+    model: bytes
+    tokens: int
+    chosen: Sequence[Chosen]
+
+    def pack(self) -> bytes:
+        """The bytes of a plan."""
+        head = _PLAN.pack(_PLAN_MAGIC, self.model, self.tokens, len(self.chosen))
+        blocks = struct.pack(f"<{len(self.chosen)}q", *(each.block for each in self.chosen))
+        leaves = bytes(each.leaf for each in self.chosen)
+        return head + b"".join(each.key for each in self.chosen) + blocks + leaves
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Plan:
+        """The plan of its bytes.
+
+        Raises:
+            Unavailable: these bytes are no plan.
+        """
+        if len(data) < _PLAN.size:
+            raise Unavailable("no plan was written")
+        magic, model, tokens, count = _PLAN.unpack_from(data)
+        if magic != _PLAN_MAGIC or count < 0 or len(data) != _PLAN.size + count * (KEY_BYTES + 9):
+            raise Unavailable("no plan of an export")
+        keys = [data[at : at + KEY_BYTES] for at in range(_PLAN.size, _PLAN.size + count * KEY_BYTES, KEY_BYTES)]
+        blocks = struct.unpack_from(f"<{count}q", data, _PLAN.size + count * KEY_BYTES)
+        leaves = data[len(data) - count :] if count else b""
+        return cls(model, tokens, [Chosen(k, b, bool(leaf)) for k, b, leaf in zip(keys, blocks, leaves, strict=True)])
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+def nameless(label: str, size: int = 0) -> int:
+    """The descriptor of fresh memory without a name, `size` bytes of it at hand.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+    descriptor = os.memfd_create(f"gyre-{label}")
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def path_of(pid: int, descriptor: int) -> str:
+    """The path under which other processes of this user open a descriptor of a process."""
+    return f"/proc/{pid}/fd/{descriptor}"
+
+
+@contextlib.contextmanager
+def mapped(path: str) -> Iterator[mmap.mmap]:
+    """A page or shard, mapped while the context lasts.
+
+    Raises:
+        Unavailable: its process is gone, or it is empty.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from error
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{path}: {error}") from error
+    finally:
+        os.close(descriptor)
+    try:
+        yield memory
+    finally:
+        with contextlib.suppress(BufferError):  # somebody still looks at it: it goes with the last of them
+            memory.close()
+
+
+def read_page(path: str, tag: bytes) -> Page:
+    """The page at a path.
+
+    Raises:
+        Unavailable: the engine is gone, or another process has its number now.
+    """
+    with mapped(path) as memory:
+        page = Page.unpack(memory)
+    if page.tag != tag:
+        raise Unavailable(f"{path} is another engine's")
+    return page
+
+
+def check(memory: mmap.mmap, generation: int, policy: int, model: bytes | None, layout: bytes | None = None) -> Header:
+    """A mapped shard's header, if it is of this generation, policy and kind.
+
+    Raises:
+        Unavailable: it is not, or there is less of it than it says.
+    """
+    header = Header.unpack(memory)
+    if header.generation != generation:
+        raise Unavailable(f"the blocks of generation {generation} were given up")
+    if header.policy != policy:
+        raise Unavailable(f"blocks of policy {header.policy}, not {policy}")
+    if model is not None and header.model != model:
+        raise Unavailable("blocks of another model, or in another shape")
+    if layout is not None and header.layout != layout:
+        raise Unavailable("blocks in another layout")
+    if header.size > len(memory):
+        raise Unavailable("a shard without all of its blocks")
+    return header
+
+
+def raise_generation(descriptor: int) -> None:
+    """Have every later reader of a shard see that its blocks are given up."""
+    os.pwrite(descriptor, struct.pack("<q", 0), _GENERATION_AT)
