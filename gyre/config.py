@@ -109,11 +109,22 @@ class TimedEngineConfig(_Section):
     wake_seconds: float = Field(0.0, ge=0, le=600, description="Seconds that taking it back takes, before the load.")
 
 
+class ScriptedEngineConfig(_Section):
+    """The answers that a scripted engine replays; docs/scripted-engine.md has the format."""
+
+    answers: str = Field(min_length=1, description="JSON Lines: an answer a line, and when it is given.")
+    tokens_per_second: float = Field(
+        5000.0, gt=0, le=1e6, description="Tokens that each request gets in a second; a token is a byte."
+    )
+
+
 class EngineConfig(_Section):
     """The inference engine of a cell."""
 
-    kind: Literal["vllm", "timed"] = Field(
-        "vllm", description="The engine behind the gate; timed: a server that emits tokens at a configured rate."
+    kind: Literal["vllm", "timed", "scripted"] = Field(
+        "vllm",
+        description="The engine behind the gate; timed: a server that emits tokens at a configured rate; scripted: one "
+        "that replays the answers of a file. Neither of them needs a model or a GPU.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM server flags, without the dashes: {max-num-seqs: 16}."
@@ -121,19 +132,27 @@ class EngineConfig(_Section):
     env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the engine process.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds an engine, or a trainer, may take to start.")
     timed: TimedEngineConfig | None = Field(None, description="With kind timed: how fast it is.")
+    scripted: ScriptedEngineConfig | None = Field(None, description="With kind scripted: what it answers.")
 
     @model_validator(mode="after")
     def _of_a_kind(self) -> EngineConfig:
-        if self.timed is not None and self.kind != "timed":
-            raise ValueError("timed has no effect with kind vllm; set engine.kind=timed, or remove engine.timed")
-        if self.args and self.kind == "timed":
-            raise ValueError("args are flags of vLLM, which kind timed does not run; remove engine.args")
+        for name in ("timed", "scripted"):
+            if getattr(self, name) is not None and self.kind != name:
+                raise ValueError(
+                    f"{name} has no effect with kind {self.kind}; set engine.kind={name}, or remove engine.{name}"
+                )
+        if self.kind == "scripted" and self.scripted is None:
+            raise ValueError("scripted.answers is missing; kind scripted replays the answers of that file")
+        if self.args and self.kind != "vllm":
+            raise ValueError(f"args are flags of vLLM, which kind {self.kind} does not run; remove engine.args")
         return self
 
     @property
-    def pace(self) -> TimedEngineConfig:
-        """How fast a timed engine is, its defaults where nothing is configured."""
-        return self.timed or TimedEngineConfig()
+    def pace(self) -> TimedEngineConfig | None:
+        """How fast an engine without a model is; None where it has one."""
+        if self.scripted is not None:
+            return TimedEngineConfig(tokens_per_second=self.scripted.tokens_per_second)
+        return (self.timed or TimedEngineConfig()) if self.kind == "timed" else None
 
 
 class ServingConfig(_Section):
@@ -318,25 +337,31 @@ class Config(_Section):
                 f"train.max_staleness ({train.max_staleness}) must be at least scheduler.lookahead "
                 f"({scheduler.lookahead:g}): with less, groups are dropped and topped up for ever"
             )
-        self._check_timed()
+        self._check_kinds()
         return self
 
-    def _check_timed(self) -> None:
-        """Refuse timed kinds where real ones would meet what they leave out."""
-        timed = {"engine.kind": self.engine.kind == "timed", "train.kind": self.train.kind == "timed"}
-        if timed["train.kind"] and not timed["engine.kind"]:
+    def _check_kinds(self) -> None:
+        """Refuse kinds that compute nothing where real ones would meet what they leave out."""
+        kinds = {"engine.kind": self.engine.kind, "train.kind": self.train.kind}
+        real = {name for name, kind in kinds.items() if kind in ("vllm", "deepspeed")}
+        if "engine.kind" in real and "train.kind" not in real:
             raise ValueError(
                 "train.kind timed learns nothing, so a real engine would serve what no loss has shaped; "
                 "set engine.kind=timed too"
             )
-        if self.model.path == "gyre:timed" and not all(timed.values()):
+        if kinds["engine.kind"] == "scripted" and "train.kind" in real:
             raise ValueError(
-                "model.path gyre:timed is a tokenizer and a few numbers, which only timed kinds take; "
-                "set engine.kind=timed and train.kind=timed, or name a model"
+                "engine.kind scripted replays answers that no policy sampled, so nothing can be learned from them; "
+                "set train.kind=timed"
             )
-        if self.cells.gpus and any(timed.values()):
-            kinds = " and ".join(name for name, is_timed in timed.items() if is_timed)
-            raise ValueError(f"{kinds} timed uses no GPU; set cells.gpus=0")
+        if self.model.path == "gyre:timed" and real:
+            raise ValueError(
+                "model.path gyre:timed is a tokenizer and a few numbers, which only kinds that compute nothing take; "
+                "set engine.kind=timed (or scripted) and train.kind=timed, or name a model"
+            )
+        if self.cells.gpus and len(real) < len(kinds):
+            words = " and ".join(f"{name} {kind}" for name, kind in kinds.items() if name not in real)
+            raise ValueError(f"{words} uses no GPU; set cells.gpus=0")
 
     def _check_split(self) -> None:
         scheduler, cells = self.scheduler, self.cells
@@ -359,6 +384,12 @@ class Config(_Section):
             )
         if not rollout and not cells.standalone:
             raise ValueError("scheduler.rollout_cells is 0 and cells.standalone too: nobody is left to roll out")
+
+    @property
+    def answers(self) -> Path | None:
+        """The file that a scripted engine replays; a relative path starts where Gyre was started."""
+        scripted = self.engine.scripted
+        return None if scripted is None else Path(self.root, Path(scripted.answers).expanduser())
 
     @property
     def batches(self) -> int:

@@ -39,7 +39,8 @@ class EngineSettings:
     one shards the model over them. `args` are further vLLM flags without their dashes, which win over Gyre's own.
     `scratch` is a node-local directory. `fork_server` is a name that this run's engines on a node have in common: on
     CPUs they are then forks of one process that has imported vLLM (also where GYRE_ZYGOTE has the address of one).
-    `timed` is how fast a timed engine is (`gyre.config.TimedEngineConfig`); None for vLLM.
+    `timed` is how fast an engine without a model is (`gyre.config.TimedEngineConfig`); None for vLLM. `scripted` is the
+    file of the answers that it replays; None for a timed one.
     """
 
     model: str
@@ -58,11 +59,14 @@ class EngineSettings:
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     timed: dict[str, float] | None = None
+    scripted: str | None = None
 
     @property
     def program(self) -> str:
         """The module that is this engine."""
-        return "gyre.cell.engine" if self.timed is None else "gyre.cell.timed_engine"
+        if self.timed is None:
+            return "gyre.cell.engine"
+        return "gyre.cell.timed_engine" if self.scripted is None else "gyre.cell.scripted_engine"
 
     def encode(self) -> str:
         """One line of JSON."""

@@ -43,5 +43,6 @@ def engine_settings(context: RankContext, model: Path) -> EngineSettings:
         fork_server=_fork_server(context),
         args=config.engine.args,
         env=device_environment(context) | config.engine.env,
-        timed=config.engine.pace.model_dump() if config.engine.kind == "timed" else None,
+        timed=None if config.engine.pace is None else config.engine.pace.model_dump(),
+        scripted=None if (answers := config.answers) is None else str(answers),
     )

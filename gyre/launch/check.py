@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gyre import models
+from gyre.cell.stand_in_script import read as read_script
 from gyre.config import Config
 from gyre.errors import UserError
 from gyre.launch import node
@@ -39,6 +40,8 @@ def before_start(config: Config, cluster: str) -> None:
     """
     models.check(config.model.path, config.root)
     load_tasks(task_file(config))
+    if config.answers is not None:
+        read_script(config.answers)
     harness(config)
     ports(config)
     if cluster == "slurm":
