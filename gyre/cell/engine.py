@@ -258,8 +258,9 @@ def load_libraries() -> None:
     """Import what an engine needs: nearly all of its start. A CPU engine may be forked from a process that did this."""
     import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
     import vllm.entrypoints.launchers.cli_args  # noqa: F401
-    import vllm.v1.engine.async_llm  # noqa: F401
     import vllm.v1.engine.core  # noqa: F401
+
+    import gyre.cell.engine_requests  # noqa: F401
 
 
 async def _serve(settings: Any, parent: Parent) -> int:
@@ -270,8 +271,8 @@ async def _serve(settings: Any, parent: Parent) -> int:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.async_llm import AsyncLLM
 
+    from gyre.cell.engine_requests import Engine
     from gyre.cell.gate import Gate
 
     args = make_arg_parser(FlexibleArgumentParser(prog="engine.args")).parse_args(server_flags(settings))
@@ -287,8 +288,9 @@ async def _serve(settings: Any, parent: Parent) -> int:
         gc.freeze()  # collections in one of the two would copy the pages that they share
     sock = socket.create_server((settings.host, settings.port), backlog=1024)
     parent.say("progress", what="loading the model")
-    engine = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    engine = Engine.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     try:
+        engine.by_token = bool(args.tool_call_parser or args.structured_outputs_config.reasoning_parser)
         await engine.reset_mm_cache()
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)

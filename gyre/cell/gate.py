@@ -20,9 +20,11 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from gyre.errors import GyreError, UserError, WeightsMismatch
+from gyre.splice import HEADER, PromptNote
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,9 @@ READ_PATHS = frozenset({"/v1/models", "/metrics", "/version"})
 BODY_LIMIT = 256 << 20  # bytes of one request
 DISCONNECT_SECONDS = 2.0  # for the engine's server to act on a disconnect, before its task is cancelled outright
 ANSWER_SECONDS = 10.0  # for a client to take the last words of a cancelled request
+
+#: Where the engine behind the gate leaves what it has to say of a request's prompts; the first is sent along.
+prompt_notes: ContextVar[list[PromptNote] | None] = ContextVar("prompt_notes", default=None)
 
 
 class Control(Protocol):
@@ -107,10 +112,11 @@ class _Live:
 class _Answer:
     """What the client gets: the engine's answer, unless the request is cancelled before it is complete."""
 
-    def __init__(self, send: Send, live: _Live, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send: Send, live: _Live, headers: list[tuple[bytes, bytes]], notes: list[PromptNote]) -> None:
         self._send = send
         self._live = live
         self._headers = headers
+        self._notes = notes
         self._start: Message | None = None
         self._begun = self._complete = self._stream = False
         self._tail = b""
@@ -126,6 +132,8 @@ class _Answer:
             return
         if self._start is not None:
             start, self._start = self._start, None
+            if self._notes:
+                start["headers"].append((HEADER.encode(), self._notes[0].encode().encode()))
             self._begun = True
             await self._send(start)
         self._complete = not message.get("more_body", False)
@@ -249,7 +257,10 @@ class Gate:
 
     async def _run(self, live: _Live, scope: Scope, body: bytes, gone: asyncio.Future[Message], send: Send) -> None:
         self._enter(live)
-        answer = _Answer(send, live, [(b"x-gyre-policy", b"%d" % self.policy), (b"x-gyre-engine", b"%d" % self._rank)])
+        own = [(b"x-gyre-policy", b"%d" % self.policy), (b"x-gyre-engine", b"%d" % self._rank)]
+        notes: list[PromptNote] = []
+        prompt_notes.set(notes)
+        answer = _Answer(send, live, own, notes)
         rest = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def app_receive() -> Message:

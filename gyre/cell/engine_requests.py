@@ -1,0 +1,209 @@
+"""Requests as vLLM's engine takes them here: prompts made of known tokens, answers that go on after known tokens.
+
+A proxy's extension (`gyre.splice`) comes in a request's extra arguments. Two classes of vLLM are extended where each
+request passes once: `Inputs` replaces the prompt's tokens before vLLM checks it, and `Engine` has the tokens that were
+sampled elsewhere pass through vLLM's own output processor, as though they had been sampled here, before its core goes
+on after them. So text, stop strings, tool calls and reasoning need nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsLists
+
+from gyre.cell.gate import prompt_notes
+from gyre.splice import ARGUMENT, Extension, resolve
+
+_KEPT = "gyre_kept"  # among a request's extra arguments, from `Inputs` to `Engine`: the known tokens of its answer
+_SHOWN = "gyre_shown"  # on the output of known tokens: the outputs before it
+
+
+class Inputs(InputProcessor):
+    """vLLM's input processor, with prompts of known tokens."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._ends = self._turn_ends()
+
+    def _turn_ends(self) -> frozenset[int]:
+        """Tokens that end a turn of this model."""
+        ends = self.generation_config_fields.get("eos_token_id")
+        found = {self.renderer.get_eos_token_id(), *(ends if isinstance(ends, list) else [ends])}
+        return frozenset(found - {None})
+
+    def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> EngineCoreRequest:
+        """Check a request as vLLM does, but with the prompt that it has by its extension; says what came of that."""
+        if not isinstance(params, SamplingParams) or not isinstance(prompt, dict) or prompt.get("type") != "token":
+            return super().process_inputs(request_id, prompt, params, *args, **more)
+        params, extension = _extension(params)
+        ids, note = resolve(
+            prompt["prompt_token_ids"], extension, self._ends_of(params), self.renderer.tokenizer.decode
+        )
+        if note.spliced:
+            prompt = {**prompt, "prompt_token_ids": ids.tolist()}
+            params = self._fitting(params, len(ids))
+        if kept := extension.kept.tolist():
+            if params.n > 1:
+                raise VLLMValidationError("an answer can only go on after known tokens with n = 1", parameter="n")
+            self.renderer.validate_token_ids(kept)
+            params.extra_args = {**(params.extra_args or {}), _KEPT: kept}
+        request = super().process_inputs(request_id, prompt, params, *args, **more)
+        if (notes := prompt_notes.get()) is not None:
+            notes.append(note)
+        return request
+
+    def _ends_of(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a turn, those included that a request names, if they are not ordinary text."""
+        named = params.stop_token_ids or ()
+        return self._ends | {token for token in named if token in self.renderer.tokenizer.added_tokens_decoder}
+
+    def _fitting(self, params: SamplingParams, length: int) -> SamplingParams:
+        """The same with room for no more tokens than a prompt of `length` leaves; vLLM has counted the rendering."""
+        room = max(self.model_config.max_model_len - length, 1)  # where there is none, vLLM's own check says so
+        params = copy.copy(params)
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        return params
+
+
+def _extension(params: SamplingParams) -> tuple[SamplingParams, Extension]:
+    """A request's extension, and its parameters without."""
+    if not params.extra_args or not {ARGUMENT, _KEPT} & set(params.extra_args):
+        return params, Extension()
+    text, params = params.extra_args.get(ARGUMENT, "{}"), copy.copy(params)
+    params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (ARGUMENT, _KEPT)} or None
+    try:
+        return params, Extension.decode(text)
+    except ValueError as error:
+        raise VLLMValidationError(f"the extension of this request: {error}", parameter=ARGUMENT) from error
+
+
+class Engine(AsyncLLM):
+    """vLLM's engine, with answers that go on after tokens which were sampled elsewhere."""
+
+    #: Known tokens are shown to who reads the answer one by one, for parsers that are right only then; else at once.
+    by_token = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.input_processor = Inputs(self.vllm_config, self.renderer)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **more: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's; an answer that goes on after known tokens begins with them."""
+        outputs = super().generate(prompt, sampling_params, *args, **more)
+        return _with_replay(outputs) if ARGUMENT in (sampling_params.extra_args or ()) else outputs
+
+    async def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None,
+        index: int,
+        queue: RequestOutputCollector,
+    ) -> None:
+        params = request.sampling_params
+        kept = ((params and params.extra_args) or {}).get(_KEPT)
+        if not kept:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        assert params is not None and params.extra_args is not None
+        params.extra_args = {key: value for key, value in params.extra_args.items() if key != _KEPT} or None
+        self.check_admission(request_id=request.request_id)
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        self._replay(request, kept, queue)
+        state = self.output_processor.request_states.get(request.request_id)
+        if state is None:  # they end the answer
+            return
+        state.is_prefilling = True  # what the core has cached, and when its first token comes, is still to be counted
+        await self.engine_core.add_request_async(_continued(request, kept))
+
+    def _replay(self, request: EngineCoreRequest, kept: list[int], queue: RequestOutputCollector) -> None:
+        """Have the known tokens go the way of sampled ones; what comes of the last is in the queue, with the others."""
+        params = request.sampling_params
+        assert params is not None and request.prompt_token_ids is not None
+        room = self.model_config.max_model_len - len(request.prompt_token_ids)
+        count, finish, stop = _ending(params, kept, room)
+        size = 1 if self.by_token and params.output_kind == RequestOutputKind.DELTA else count
+        shown: list[RequestOutput] = []
+        for start in range(0, count, size):
+            if (output := queue.get_nowait()) is not None:
+                shown.append(output)
+            tokens, last = kept[start : start + size], start + size >= count
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=tokens,
+                new_logprobs=None if params.num_logprobs is None else _placeholders(tokens),
+                finish_reason=finish if last else None,
+                stop_reason=stop if last else None,
+            )
+            self.output_processor.process_outputs([output])
+            if not self.output_processor.has_request(request.request_id):  # a stop string
+                break
+        if queue.output is None and shown:
+            queue.put(shown.pop())
+        if queue.output is not None:
+            setattr(queue.output, _SHOWN, shown)
+
+
+async def _with_replay(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs, those of known tokens as soon as the first new one says how much of the prompt was cached."""
+    held: list[RequestOutput] = []
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            known = getattr(output, _SHOWN, None)
+            if known is not None:
+                held = [*known] if output.finished else [*known, output]
+                if not output.finished:
+                    continue
+            for earlier in held:
+                earlier.num_cached_tokens = output.num_cached_tokens
+                yield earlier
+            held = []
+            yield output
+
+
+def _ending(params: SamplingParams, kept: list[int], room: int) -> tuple[int, FinishReason | None, int | None]:
+    """How many of the tokens belong to the answer, and why it ends with them, by the rules of vLLM's scheduler."""
+    limit = min(room, params.max_tokens or room)
+    stops = params.stop_token_ids or ()
+    for count, token in enumerate(kept, 1):
+        if token == params.eos_token_id:
+            return count, FinishReason.STOP, None
+        if token in stops:
+            return count, FinishReason.STOP, token
+        if count >= limit:
+            return count, FinishReason.LENGTH, None
+    return len(kept), None, None
+
+
+def _placeholders(tokens: list[int]) -> LogprobsLists:
+    """Log-probabilities of 0, each token the best: those who sampled them know the real ones."""
+    ids = np.array(tokens, dtype=np.int64)[:, None]
+    return LogprobsLists(ids, np.zeros(ids.shape, dtype=np.float32), np.ones(len(tokens), dtype=np.int64))
+
+
+def _continued(request: EngineCoreRequest, kept: list[int]) -> EngineCoreRequest:
+    """What vLLM's core is asked: the rest of the answer."""
+    params = copy.copy(request.sampling_params)
+    assert params is not None and request.prompt_token_ids is not None
+    if params.max_tokens is not None:
+        params.max_tokens -= len(kept)
+    params.min_tokens = max(0, params.min_tokens - len(kept))
+    changes = {"prompt_token_ids": [*request.prompt_token_ids, *kept], "sampling_params": params}
+    return msgspec.structs.replace(request, **changes)
