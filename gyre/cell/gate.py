@@ -23,34 +23,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from gyre.cell.gate_answer import Answer, Live, Message, Receive, Send, read_body, refuse, send_json
 from gyre.errors import GyreError, UserError, WeightsMismatch
-from gyre.splice import HEADER, PromptNote
+from gyre.splice import PromptNote
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: What a harness's request may reach. Anything else that the engine's server offers is not there, for anybody.
-MODEL_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/chat/completions/render",
-        "/v1/completions",
-        "/v1/completions/render",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/tokenize",
-        "/detokenize",
-    }
-)
+MODEL_PATHS = frozenset({"/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions"})
 READ_PATHS = frozenset({"/v1/models", "/metrics", "/version"})
 
-BODY_LIMIT = 256 << 20  # bytes of one request
+BODY_LIMIT = 256 << 20  # bytes of one model request
+ADMIN_BODY_LIMIT = 4 << 20
+REQUEST_LIMIT = 8192  # live and parked ones together; a proxy that sends more has lost count
 DISCONNECT_SECONDS = 2.0  # for the engine's server to act on a disconnect, before its task is cancelled outright
 ANSWER_SECONDS = 10.0  # for a client to take the last words of a cancelled request
 
@@ -90,72 +78,6 @@ class Conflict(GyreError):
     """An admin request that does not fit the gate's state."""
 
 
-class _Live:
-    """One admitted model request."""
-
-    def __init__(self, execution: int) -> None:
-        self.execution = execution
-        self.reason: str | None = None  # why it was cancelled
-        self.task: asyncio.Task[None] | None = None
-        self._cancelled = asyncio.Event()
-
-    def cancel(self, reason: str) -> None:
-        """Have the engine's server believe that the client is gone."""
-        self.reason = self.reason or reason
-        self._cancelled.set()
-
-    async def cancelled(self) -> None:
-        """Wait for a cancellation."""
-        await self._cancelled.wait()
-
-
-class _Answer:
-    """What the client gets: the engine's answer, unless the request is cancelled before it is complete."""
-
-    def __init__(self, send: Send, live: _Live, headers: list[tuple[bytes, bytes]], notes: list[PromptNote]) -> None:
-        self._send = send
-        self._live = live
-        self._headers = headers
-        self._notes = notes
-        self._start: Message | None = None
-        self._begun = self._complete = self._stream = False
-        self._tail = b""
-
-    async def send(self, message: Message) -> None:
-        """Pass a message on; the start waits for the first piece of body, so that it can still become a refusal."""
-        if self._live.reason is not None:
-            return
-        if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            self._stream = kind.startswith(b"text/event-stream")
-            self._start = {**message, "headers": [*message.get("headers", ()), *self._headers]}
-            return
-        if self._start is not None:
-            start, self._start = self._start, None
-            if self._notes:
-                start["headers"].append((HEADER.encode(), self._notes[0].encode().encode()))
-            self._begun = True
-            await self._send(start)
-        self._complete = not message.get("more_body", False)
-        self._tail = message.get("body", b"")[-2:] or self._tail
-        await self._send(message)
-
-    async def end(self) -> None:
-        """Say the last words of a cancelled request."""
-        if self._complete:
-            return
-        moved = self._live.reason == "gyre_moved"
-        if not self._begun:
-            await _refuse(self._send, self._live.reason or "gyre_moved", "cancelled here; look up its route")
-        elif self._stream:
-            gap = "" if self._tail in (b"", b"\n\n") else "\n\n"
-            words = json.dumps({"moved": True} if moved else {"moved": False, "closed": True})
-            body = f"{gap}event: gyre\ndata: {words}\n\n".encode()
-            await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        else:  # half a plain answer cannot be taken back: break the connection
-            raise ConnectionAbortedError("cancelled in the middle of an answer")
-
-
 class Gate:
     """ASGI application that wraps `app`; `secret` is the run's key and `rank` names this engine in answers."""
 
@@ -168,7 +90,7 @@ class Gate:
         self.epoch = -1
         self.policy = -1
         self._closed: set[int] = set()
-        self._live: set[_Live] = set()
+        self._live: set[Live] = set()
         self._parked = 0
         self._turn = asyncio.Event()  # set, and replaced, at every change of state
         self._idle = asyncio.Event()
@@ -203,33 +125,34 @@ class Gate:
         if (method, path) == ("GET", "/health"):
             await self._app(scope, receive, send)
         elif not hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
-            await _refuse(send, "gyre_unauthorized", "the run's key is missing or wrong", 401)
+            await refuse(send, "gyre_unauthorized", "the run's key is missing or wrong", 401)
         elif method == "POST" and path in MODEL_PATHS:
             await self._model_request(scope, headers, receive, send)
         elif method == "GET" and path in READ_PATHS:
             await self._app(scope, receive, send)
         elif path.startswith("/gyre/"):
-            await self._admin_request(method, path, receive, send)
+            await self._admin_request(method, path, headers, receive, send)
         else:
-            await _refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
+            await refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
 
     # -- model requests ----------------------------------------------------------------------------------------------
     async def _model_request(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        body = await _read(receive)
+        body = await read_body(headers, receive, send, BODY_LIMIT)
         if body is None:
             return
         try:
             execution, epoch = int(headers[b"x-gyre-execution"]), int(headers[b"x-gyre-epoch"])
         except (KeyError, ValueError):
-            await _refuse(send, "gyre_bad_request", "X-Gyre-Execution and X-Gyre-Epoch must be numbers", 400)
+            await refuse(send, "gyre_bad_request", "X-Gyre-Execution and X-Gyre-Epoch must be numbers", 400)
             return
         gone = asyncio.ensure_future(receive())  # the body is read: the next message can only be a disconnect
         try:
             refusal = await self._admission(execution, epoch, gone)
             if refusal is None:
-                await self._run(_Live(execution), scope, body, gone, send)
+                await self._run(Live(execution), scope, body, gone, send)
             elif not gone.done():
-                await _refuse(send, refusal, f"engine {self._rank} does not serve this; look up its route")
+                words = f"engine {self._rank} does not serve this; look up its route"
+                await refuse(send, refusal, words, 503 if refusal == "gyre_busy" else 409)
         finally:
             gone.cancel()
 
@@ -240,6 +163,8 @@ class Gate:
                 return "gyre_execution_closed"
             if self.state == "closed" or epoch != self.epoch:
                 return "gyre_moved"
+            if self._parked + len(self._live) >= REQUEST_LIMIT:
+                return "gyre_busy"
             if self.state == "open":
                 return None
             self._parked += 1
@@ -255,12 +180,12 @@ class Gate:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def _run(self, live: _Live, scope: Scope, body: bytes, gone: asyncio.Future[Message], send: Send) -> None:
+    async def _run(self, live: Live, scope: Scope, body: bytes, gone: asyncio.Future[Message], send: Send) -> None:
         self._enter(live)
         own = [(b"x-gyre-policy", b"%d" % self.policy), (b"x-gyre-engine", b"%d" % self._rank)]
         notes: list[PromptNote] = []
         prompt_notes.set(notes)
-        answer = _Answer(send, live, own, notes)
+        answer = Answer(send, live, own, notes)
         rest = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def app_receive() -> Message:
@@ -286,14 +211,14 @@ class Gate:
         elif error is not None:
             raise error
 
-    def _enter(self, live: _Live) -> None:
+    def _enter(self, live: Live) -> None:
         if not self._live:
             self._busy_since = time.monotonic()
         self._live.add(live)
         self._idle.clear()
         self._requests += 1
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         self._live.discard(live)
         if not self._live:
             self._busy += time.monotonic() - self._busy_since
@@ -314,8 +239,10 @@ class Gate:
         return {"live": len(self._live)}
 
     # -- admin requests ----------------------------------------------------------------------------------------------
-    async def _admin_request(self, method: str, path: str, receive: Receive, send: Send) -> None:
-        body = await _read(receive)
+    async def _admin_request(
+        self, method: str, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        body = await read_body(headers, receive, send, ADMIN_BODY_LIMIT)
         if body is None:
             return
         try:
@@ -329,7 +256,7 @@ class Gate:
                 async with self._admin:
                     result = await operation(**arguments)
             else:
-                await _refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
+                await refuse(send, "gyre_unknown_path", f"there is no {method} {path}", 404)
                 return
         except Exception as error:  # every fault of an operation is the caller's to judge
             kinds = {Conflict: ("gyre_conflict", 409), WeightsMismatch: ("gyre_weights_mismatch", 409)}
@@ -337,9 +264,9 @@ class Gate:
             kinds |= {json.JSONDecodeError: ("gyre_bad_request", 400)}
             kind, status = kinds.get(type(error), ("gyre_fault", 500))
             log.error("%s: %s: %s", path, type(error).__name__, error, exc_info=status == 500)
-            await _refuse(send, kind, str(error) or type(error).__name__, status)
+            await refuse(send, kind, str(error) or type(error).__name__, status)
         else:
-            await _json(send, 200, result)
+            await send_json(send, 200, result)
 
     def status(self) -> Message:
         """Counts of this gate's own: an engine's gauges stand still while it does."""
@@ -407,21 +334,6 @@ class Gate:
         return await self._control.memory()
 
 
-async def _read(receive: Receive) -> bytes | None:
-    """The whole body, or None if the client left or sent too much."""
-    pieces, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > BODY_LIMIT:
-            return None
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
 async def _first(wait: Coroutine[Any, Any, Any], gone: asyncio.Future[Message]) -> None:
     """Wait for one of two; `gone` is left alone."""
     task = asyncio.ensure_future(wait)
@@ -429,13 +341,3 @@ async def _first(wait: Coroutine[Any, Any, Any], gone: asyncio.Future[Message]) 
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         task.cancel()
-
-
-async def _json(send: Send, status: int, value: Message) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(value).encode(), "more_body": False})
-
-
-async def _refuse(send: Send, kind: str, message: str, status: int = 409) -> None:
-    await _json(send, status, {"error": {"type": kind, "message": message}})

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from gyre.cell.gate import Gate
+from gyre.cell.gate import Gate, prompt_notes
 from gyre.errors import WeightsMismatch
+from gyre.splice import HEADER, PromptNote
 
 SECRET = "key"
 
@@ -362,5 +363,136 @@ def test_a_burst_of_requests_and_role_changes_loses_none():
 
             await asyncio.gather(moves(), *(one(n) for n in range(12)))
             assert len(answers) == 240 and all(answers)
+
+    asyncio.run(scenario())
+
+
+class Raw:
+    """A request whose body comes in given pieces, and whose answer is kept message by message."""
+
+    def __init__(self, app, *pieces, headers=(), path="/v1/completions"):
+        self.sent = []
+        self.pieces = list(pieces)
+        given = {"authorization": f"Bearer {SECRET}", "x-gyre-execution": "1", "x-gyre-epoch": "3", **dict(headers)}
+        raw = [(k.encode(), v.encode()) for k, v in given.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "asgi": {}}
+        self.done = asyncio.ensure_future(app(scope, self.receive, self.send))
+
+    async def receive(self):
+        if not self.pieces:
+            await asyncio.Event().wait()
+        body = self.pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(self.pieces) or body == b"more"}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    async def answer(self):
+        await self.done
+        return self.sent[0]["status"], json.loads(self.sent[1]["body"])["error"]["type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "pieces"),
+    [
+        ("/v1/completions", {}, [b"1" * 20, b"2" * 21]),
+        ("/v1/completions", {"content-length": "41"}, []),
+        ("/v1/completions", {"content-length": "9" * 5000}, []),
+        ("/gyre/closed", {}, [b"1" * 41]),
+    ],
+)
+def test_a_body_that_is_too_large_is_told_so(monkeypatch, path, headers, pieces):
+    monkeypatch.setattr("gyre.cell.gate.BODY_LIMIT", 40)
+    monkeypatch.setattr("gyre.cell.gate.ADMIN_BODY_LIMIT", 40)
+
+    async def scenario():
+        async with opened() as (_, server, _, client):
+            assert await Raw(client.app, *pieces, headers=headers, path=path).answer() == (413, "gyre_large_body")
+            assert not server.seen
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("gyre.cell.gate_answer.BODY_SECONDS", 0.05)
+
+    async def scenario():
+        async with opened() as (_, server, _, client):
+            assert await Raw(client.app, b"more").answer() == (408, "gyre_slow_body")
+            assert not server.seen
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_a_gate_keeps_are_refused(monkeypatch):
+    monkeypatch.setattr("gyre.cell.gate.REQUEST_LIMIT", 2)
+
+    async def scenario():
+        async with opened() as (gate, server, _, client):
+            await client.admin("hold")
+            parked = [client.chat(), client.chat()]
+            await until(lambda: gate.status()["parked"] == 2)
+            assert kind(await client.chat()) == (503, "gyre_busy")
+            server.released.set()
+            await client.admin("admit", policy=2)
+            assert [(await request)[0] for request in parked] == [200, 200]
+            assert (await client.chat())[0] == 200
+
+    asyncio.run(scenario())
+
+
+async def serve_stream(send, *events):
+    kind = (b"content-type", b"text/event-stream; charset=utf-8")
+    await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+    for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        (b'data: {"error": {"message": "too long", "code": 400}}\n\n', 400),
+        (b'data: {"error": {"message": "too long", "code": 200}}\n\n', 200),
+        (b'data: {"error": 5}\n\n', 200),
+        (b'data: {"error": {"message"\n\n', 200),
+        (b'data: {"choices": []}\n\n', 200),
+    ],
+)
+def test_a_stream_that_begins_with_an_error_is_a_refusal(first, status):
+    async def app(scope, receive, send):
+        await serve_stream(send, first, b"data: [DONE]\n\n")
+
+    async def scenario():
+        client = Client(Gate(app, secret=SECRET, rank=5, control=ToyControl(ToyServer())))
+        await client.admin("open", epoch=3, policy=2)
+        got, headers, body = await client.chat(stream=True)
+        assert got == status
+        refused = status == 400
+        assert body == (first[6:].strip() if refused else first + b"data: [DONE]\n\n")
+        assert headers[b"content-type"] == (b"application/json" if refused else b"text/event-stream; charset=utf-8")
+        assert headers[b"x-gyre-engine"] == b"5"
+
+    asyncio.run(scenario())
+
+
+def test_what_an_engine_says_of_a_prompt_goes_with_the_answer():
+    """Also when it says it only after the answer's start, and to each request its own."""
+
+    async def app(scope, receive, send):
+        body = json.loads((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(0.01)
+        if length := body["length"]:
+            prompt_notes.get().append(PromptNote((length, "d"), True, length))
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+
+    async def scenario():
+        client = Client(Gate(app, secret=SECRET, rank=5, control=ToyControl(ToyServer())))
+        await client.admin("open", epoch=3, policy=2)
+        answers = await asyncio.gather(*(client.chat(length=n) for n in range(4)))
+        notes = [headers.get(HEADER.encode()) for _, headers, _ in answers]
+        assert notes[0] is None
+        assert [PromptNote.decode(n.decode()) for n in notes[1:]] == [PromptNote((n, "d"), True, n) for n in (1, 2, 3)]
 
     asyncio.run(scenario())
