@@ -26,6 +26,8 @@ MUST_BE_PURE = {
     "gyre.launch.identity",
     "gyre.launch.plan",
     "gyre.launch.script",
+    "gyre.proxy.chat",
+    "gyre.proxy.history",
     "gyre.proxy.routing",
     "gyre.proxy.sound",
     "gyre.timeline",

@@ -19,7 +19,7 @@ IMPURE = {
 }  # fmt: skip
 CLOCKS = {("time", name) for name in ("time", "monotonic", "sleep", "perf_counter")} | {("datetime", "now")}
 #: Imported for a plain type alone.
-EXCEPT = {"gyre.proxy.chat": {"gyre.proxy.recorder"}}
+EXCEPT = {"gyre.proxy.answer": {"gyre.proxy.recorder"}}
 
 
 def name_of(path: Path) -> str:

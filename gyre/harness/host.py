@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from gyre import models
 from gyre.child import Child
 from gyre.config import Config
-from gyre.errors import ChildFailed, InvariantBroken, StoreLost, Superseded, UserError
+from gyre.errors import ChildFailed, InvariantBroken, StoreLost, Superseded
 from gyre.events import Event, RankReady, TryFailed
 from gyre.harness.execution import Host, Try, TryBroken
 from gyre.harness.process import adopt_orphans, bury, kill_strays
@@ -35,8 +34,6 @@ POLL_SECONDS = 0.03
 TOTALS_SECONDS = 1.0
 _PROXY_SECONDS = 60.0
 _PROXY_STARTS = 5  # in a row, each within `_PROXY_SECONDS` of the one before
-#: Engine flags that make engines parse answers, which a continuation in tokens cannot.
-_PARSERS = ("reasoning-parser", "tool-call-parser", "enable-auto-tool-choice")
 
 
 class Context(Protocol):
@@ -212,7 +209,7 @@ class HostSupervisor:
         context = self._context
         proxy = await Child.spawn("proxy", [sys.executable, "-m", "gyre.proxy.server"], context.log("proxy"))
         try:
-            answer = await proxy.call("start", timeout=_PROXY_SECONDS, **await asyncio.to_thread(self._settings))
+            answer = await proxy.call("start", timeout=_PROXY_SECONDS, **self._settings())
         except BaseException:
             await proxy.stop(grace=0.0)
             raise
@@ -234,18 +231,11 @@ class HostSupervisor:
 
     def _settings(self) -> dict[str, Any]:
         config = self._context.config
-        args = {str(key).replace("_", "-") for key, value in config.engine.args.items() if value not in (None, False)}
-        try:
-            tokenizer = str(models.resolve(config.model.path, root=config.root))
-        except UserError as error:
-            log.warning("no tokenizer: %s", error)
-            tokenizer = None
         return {
             "secret": self._context.secret,
             "max_context": config.model.max_context,
             "request_timeout": config.serving.request_timeout,
-            "tokenizer": tokenizer,
-            "parsed": any(flag in args for flag in _PARSERS),
+            "slots": config.cells.slots,
             "model": model_name(config),
         }
 

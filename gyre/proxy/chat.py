@@ -1,18 +1,17 @@
-"""The OpenAI chat completions dialect: what a client asks, what engines are asked, what the client is answered. Pure.
+"""What a client asks, and what engines are asked for it: chat completions and plain ones. Pure.
 
-Whatever the client asked for, an engine is asked for a stream of tokens with their ids and log-probabilities. The
-first leg of a request is a chat completion, which the engine renders and parses natively; a continuation is a plain
-completion of the prompt's ids and the ids sampled so far.
+Whatever the client asked for, an engine is asked for a stream of tokens with their ids and log-probabilities, under the
+sampling that the client named and nothing left to defaults. An engine that goes on with an answer gets the very same
+request, with what it has become so far beside it (`gyre.splice.Extension`): the prompt's ids and those of the answer.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.proxy.recorder import Span
+from gyre.splice import ARGUMENT, Extension, History
 
 Json = dict[str, Any]
 
@@ -28,26 +27,23 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 _LEAST_TEMPERATURE = 0.01
 _CONSTRAINTS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens", "use_beam_search")
 
-#: Options that a continuation carries over as they are.
-_CARRIED = (
-    "temperature",
-    *_NEUTRAL,
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "priority",
-)
-#: Options that a continuation needs no more, or handles itself.
+#: Options that mean the same for the rest of an answer as for the whole of it, or that engines apply to the whole.
 _CONTINUABLE = {
-    *_CARRIED,
-    *("messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "seed", "stop"),
-    *("include_stop_str_in_output", "min_tokens", "logprobs", "top_logprobs", "return_token_ids", "user", "metadata"),
-    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents"),
-    *("add_special_tokens", "reasoning_effort", "parallel_tool_calls", "store", "service_tier", "tools", "tool_choice"),
-    *("prompt_cache_key", "safety_identifier", "response_format", *_PENALTIES),
+    *("messages", "prompt", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "seed"),
+    *("temperature", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "min_tokens", "logprobs"),
+    *("top_logprobs", "return_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias"),
+    *("allowed_token_ids", "priority", "user", "metadata", "chat_template", "chat_template_kwargs", "documents"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "include_reasoning"),
+    *("parallel_tool_calls", "store", "service_tier", "tools", "tool_choice", "prompt_cache_key", "safety_identifier"),
+    *("response_format", "best_of", "echo", "suffix", *_NEUTRAL, *_PENALTIES),
 }
+#: Options of the client that engines are not asked: the proxy answers them, or they are no client's to set.
+_KEPT_BACK = ("model", "stream_options", "top_logprobs", "include_reasoning", "best_of", "kv_transfer_params")
+#: Options beside the messages that change what they are rendered to.
+_RENDERING = (
+    *("tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+)
 
 
 class BadRequest(Exception):
@@ -55,10 +51,11 @@ class BadRequest(Exception):
 
 
 @dataclass
-class ChatRequest:
-    """A client's chat completion request, checked as far as the proxy depends on it."""
+class Request:
+    """A client's request for a chat completion or a plain one, checked as far as the proxy depends on it."""
 
     body: Json
+    is_chat: bool
     model: str
     stream: bool
     include_usage: bool
@@ -66,16 +63,15 @@ class ChatRequest:
     top_logprobs: int
     token_ids: bool
     choices: int
-    max_tokens: int | None
-    stop: list[str]
     sampling: Json
-    masked: str
-    continuable: bool
+    masked: str  # why what is sampled must not be trained on
+    continuable: bool  # an answer can go on elsewhere from its tokens; otherwise it starts over there
+    text_only: bool  # no images or the like, whose place in a prompt only the engine knows
 
     @property
-    def keep_stop(self) -> bool:
-        """Whether a stop string, or the token that ends the answer, is part of its text."""
-        return bool(self.body.get("include_stop_str_in_output"))
+    def path(self) -> str:
+        """Where engines are asked it."""
+        return CHAT_PATH if self.is_chat else COMPLETION_PATH
 
     @property
     def hides_reasoning(self) -> bool:
@@ -87,7 +83,18 @@ class ChatRequest:
         """Whether a streaming client is answered only when the answer is whole, because it may have to start over."""
         return not self.continuable
 
+    @property
+    def messages(self) -> list[Any]:
+        """Of a chat request."""
+        return self.body["messages"]
 
+    @property
+    def rendering(self) -> Json:
+        """Whatever beside the messages changes the prompt."""
+        return {key: self.body[key] for key in _RENDERING if self.body.get(key) is not None}
+
+
+# -- reading a request -----------------------------------------------------------------------------------------------
 def _typed(body: Json, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:
     value = body.get(key)
     if value is None:
@@ -101,12 +108,10 @@ def _number(body: Json, key: str, default: float) -> float:
     return _typed(body, key, (int, float), default)
 
 
-def _stops(body: Json) -> list[str]:
+def _check_stop(body: Json) -> None:
     stop = _typed(body, "stop", (str, list), [])
-    stops = [stop] if isinstance(stop, str) else stop
-    if not all(isinstance(s, str) for s in stops):
+    if not isinstance(stop, str) and not all(isinstance(s, str) for s in stop):
         raise BadRequest("stop has the wrong type")
-    return [s for s in stops if s]
 
 
 def _masked(body: Json, temperature: float) -> str:
@@ -128,10 +133,6 @@ def _formatted(body: Json) -> bool:
     return form.get("type", "text") != "text"
 
 
-def _tools(body: Json) -> bool:
-    return bool(body.get("tools")) and body.get("tool_choice", "auto") != "none"
-
-
 def _tool_grammar(body: Json) -> bool:
     """Whether engines may sample calls of tools under a grammar, which they do unless the model is left to itself."""
     tools = _typed(body, "tools", list, [])
@@ -148,199 +149,134 @@ def _strict(tool: Any) -> bool:
     return bool(tool.get("strict") or (isinstance(function, dict) and function.get("strict")))
 
 
-def _continuable(body: Json, parsed: bool) -> bool:
-    """Whether an answer can go on elsewhere from its tokens; otherwise it starts over there."""
+def _continuable(body: Json, text_only: bool) -> bool:
     unknown = any(value is not None and key not in _CONTINUABLE for key, value in body.items())
     counted = any(_number(body, key, 0) for key in _PENALTIES)  # they count sampled tokens, not the prompt's
-    return not (unknown or counted or parsed or _tools(body) or _formatted(body) or (body.get("n") or 1) > 1)
+    bound = _formatted(body) or _tool_grammar(body)  # a grammar would begin anew in the middle
+    return not (unknown or counted or bound) and text_only and (body.get("n") or 1) == 1
 
 
-def parse(body: Any, parsed: bool = False) -> ChatRequest:
-    """Check a request; `parsed` says that no answer can be continued (engines parse reasoning or tool calls).
+def _text_only(messages: list[Any]) -> bool:
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and not all(
+            isinstance(p, str) or (isinstance(p, dict) and "text" in p) for p in parts
+        ):
+            return False
+    return True
+
+
+def parse(body: Any) -> Request:
+    """Check a chat completion request.
 
     Raises:
-        BadRequest: it is not a chat completion request.
+        BadRequest: it is not one.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message")
+    logprobs, top = _typed(body, "logprobs", bool, False), _typed(body, "top_logprobs", int, 0)
+    return _request(body, True, logprobs, top, _text_only(messages))
+
+
+def parse_completion(body: Any) -> Request:
+    """Check a plain completion request; of several prompts only the one in a list of one is taken.
+
+    Raises:
+        BadRequest: it is not one, or one whose tokens could not be recorded.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    prompt = _single(body.get("prompt"))
+    if _typed(body, "echo", bool, False):
+        raise BadRequest("echo is not supported: the prompt would be answered as if it had been sampled")
+    if body.get("suffix"):
+        raise BadRequest("suffix is not supported: the model would see another prompt than the recorded one")
+    best_of = _typed(body, "best_of", int, None)
+    if best_of not in (None, _typed(body, "n", int, 1)):
+        raise BadRequest("best_of must equal n: answers that are thrown away could not be recorded")
+    top = _typed(body, "logprobs", int, None)
+    return _request({**body, "prompt": prompt}, False, top is not None, top or 0, True)
+
+
+def _single(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not ids:
+        raise BadRequest("prompt must be one text, or the token ids of one")
+    return prompt
+
+
+def _request(body: Json, is_chat: bool, logprobs: bool, top_logprobs: int, text_only: bool) -> Request:
     choices = _typed(body, "n", int, 1)
     if not 1 <= choices <= MAX_CHOICES:
         raise BadRequest(f"n must be between 1 and {MAX_CHOICES}")
     temperature = _number(body, "temperature", 1.0)
     stream_options = _typed(body, "stream_options", dict, {})
     max_tokens = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
+    _check_stop(body)
+    _typed(body, "vllm_xargs", dict, {})
+    _typed(body, "seed", int, 0)
     sampling = {"temperature": temperature, "max_tokens": max_tokens, "n": choices}
     sampling |= {key: body[key] for key in (*_NEUTRAL, *_PENALTIES, "seed", "stop") if body.get(key) is not None}
-    return ChatRequest(
+    return Request(
         body=body,
+        is_chat=is_chat,
         model=_typed(body, "model", str, ""),
         stream=_typed(body, "stream", bool, False),
         include_usage=bool(stream_options.get("include_usage")),
-        logprobs=_typed(body, "logprobs", bool, False),
-        top_logprobs=_typed(body, "top_logprobs", int, 0),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         token_ids=_typed(body, "return_token_ids", bool, False),
         choices=choices,
-        max_tokens=max_tokens,
-        stop=_stops(body),
         sampling=sampling,
         masked=_masked(body, temperature),
-        continuable=_continuable(body, parsed),
+        continuable=_continuable(body, text_only),
+        text_only=text_only,
     )
 
 
-def first_leg(request: ChatRequest) -> Json:
-    """The body of the first request to an engine: the client's, as a token stream, with nothing left to defaults."""
-    body = {key: value for key, value in request.body.items() if value is not None}
-    # Without its reasoning an engine would keep the tokens of an answer to itself; what is not asked for is not shown.
-    for key in ("model", "stream_options", "top_logprobs", "include_reasoning"):
-        body.pop(key, None)
-    for key, value in _NEUTRAL.items():
-        body.setdefault(key, value)
-    body |= {"temperature": request.sampling["temperature"], "stream": True, "return_token_ids": True}
-    body |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return body
-
-
-def room(request: ChatRequest, prompt: int, max_context: int) -> int:
-    """Tokens that an answer to a prompt of this length may have."""
-    left = max_context - prompt
-    return left if request.max_tokens is None else min(request.max_tokens, left)
-
-
-def continuation(request: ChatRequest, prompt: array[int], kept: array[int], max_context: int) -> Json:
-    """The body of a plain completion that goes on after `kept` tokens of an answer; stop strings are the proxy's."""
-    body = {key: request.body[key] for key in _CARRIED if request.body.get(key) is not None}
-    for key, value in _NEUTRAL.items():
-        body.setdefault(key, value)
-    body |= {
-        "prompt": [*prompt, *kept],
-        "add_special_tokens": False,
-        "max_tokens": room(request, len(prompt), max_context) - len(kept),
-        "temperature": request.sampling["temperature"],
-        "logprobs": request.top_logprobs,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    if (least := request.body.get("min_tokens")) is not None:
-        body["min_tokens"] = max(0, least - len(kept))
-    if (seed := request.body.get("seed")) is not None:
-        # The same seed would repeat the random numbers that the first tokens were drawn with.
-        body["seed"] = (seed + 0x9E3779B97F4A7C15 * len(kept)) % (1 << 62)
-    return body
-
-
+# -- asking an engine ------------------------------------------------------------------------------------------------
 @dataclass
-class Choice:
-    """One answer as it grows."""
+class Progress:
+    """What a request has become so far, for the engine that is asked next."""
 
-    sampled: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    spans: list[Span] = field(default_factory=list)
-    message: Json = field(default_factory=dict)
-    shown_logprobs: list[Json] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: Any = None
-
-    def sample(self, span: Span, tokens: list[int], logprobs: list[float]) -> None:
-        """Tokens that an engine sampled, under its span."""
-        if tokens and (not self.spans or self.spans[-1] is not span):
-            self.spans.append(span)
-        self.sampled.extend(tokens)
-        self.logprobs.extend(logprobs)
-        span.tokens += len(tokens)
-
-    def merge(self, delta: Mapping[str, Any]) -> None:
-        """Add a delta to the message."""
-        for key, value in delta.items():
-            if value is None or key == "role":
-                continue
-            if key == "tool_calls":
-                _merge_calls(self.message.setdefault(key, []), value)
-            elif isinstance(value, str):
-                self.message[key] = self.message.get(key, "") + value
-            else:
-                self.message[key] = value
-
-    def finish(self, reason: str, stop_reason: Any = None) -> None:
-        """The answer is whole."""
-        self.finish_reason, self.stop_reason = reason, stop_reason
+    messages: list[Any] | None = None  # in place of the client's, where more is known of them
+    history: History | None = None  # the known conversation that they repeat
+    prompt: array[int] | None = None  # ids, once an engine has said them
+    kept: array[int] = field(default_factory=lambda: array("i"))  # sampled so far
+    handoff: Json | None = None  # where the keys and values of what came before were left
 
 
-def _merge_calls(calls: list[Json], deltas: list[Json]) -> None:
-    """Tool calls come in pieces: a name and id first, then parts of the arguments."""
-    for delta in deltas:
-        index = delta.get("index", len(calls))
-        while len(calls) <= index:
-            calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-        call, function = calls[index], delta.get("function") or {}
-        call["id"] = delta.get("id") or call["id"]
-        call["type"] = delta.get("type") or call["type"]
-        call["function"]["name"] = function.get("name") or call["function"]["name"]
-        call["function"]["arguments"] += function.get("arguments") or ""
-
-
-def chat_logprobs(choice: Json) -> tuple[list[float], list[Json]]:
-    """Log-probabilities of a chat chunk's tokens, and its entries as a client would be shown them."""
-    content = (choice.get("logprobs") or {}).get("content") or []
-    return [entry["logprob"] for entry in content], content
-
-
-def _entry(token: str, logprob: float) -> Json:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
-
-
-def completion_logprobs(choice: Json, top: int) -> tuple[list[float], list[Json]]:
-    """The same for a plain completion's chunk, its entries turned into chat's shape."""
-    given = choice.get("logprobs") or {}
-    values = given.get("token_logprobs") or []
-    tops = given.get("top_logprobs") or [None] * len(values)
-    entries = []
-    for token, value, best in zip(given.get("tokens") or [], values, tops, strict=False):
-        ranked = sorted((best or {}).items(), key=lambda item: -item[1])[:top]
-        entries.append({**_entry(token, value), "top_logprobs": [_entry(*item) for item in ranked]})
-    return values, entries
-
-
-def usage(prompt: int, choices: list[Choice]) -> Json:
-    """Token counts of an answer."""
-    sampled = sum(len(choice.sampled) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def response(request: ChatRequest, head: Json, prompt: array[int], choices: list[Choice]) -> Json:
-    """The plain answer; `head` has id, created and model."""
-    shown = []
-    for index, choice in enumerate(choices):
-        message = {"role": "assistant", "content": None, **choice.message}
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
-        entry = {"index": index, "message": message, "finish_reason": choice.finish_reason, "logprobs": None}
-        if request.logprobs:
-            entry["logprobs"] = {"content": choice.shown_logprobs}
-        if choice.stop_reason is not None:
-            entry["stop_reason"] = choice.stop_reason
-        if request.token_ids:
-            entry["token_ids"] = list(choice.sampled)
-        shown.append(entry)
-    answer = {**head, "object": "chat.completion", "choices": shown, "usage": usage(len(prompt), choices)}
-    if request.token_ids:
-        answer["prompt_token_ids"] = list(prompt)
-    return answer
-
-
-def chunk(head: Json, index: int, delta: Json, **rest: Any) -> Json:
-    """One piece of a streamed answer; of `rest` (logprobs, token_ids, stop_reason) what is not None is shown."""
-    choice = {"index": index, "delta": delta, "finish_reason": rest.pop("finish_reason", None)}
-    choice |= {key: value for key, value in rest.items() if value is not None}
-    return {**head, "object": "chat.completion.chunk", "choices": [choice]}
-
-
-def usage_chunk(head: Json, prompt: int, choices: list[Choice]) -> Json:
-    """The last piece of a streamed answer, where the client asked for counts."""
-    return {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage(prompt, choices)}
+def leg(request: Request, progress: Progress) -> Json:
+    """The body of a request to an engine: the client's, as a token stream, with nothing left to defaults."""
+    body = {key: value for key, value in request.body.items() if value is not None and key not in _KEPT_BACK}
+    for key, value in _NEUTRAL.items():
+        body.setdefault(key, value)
+    # Without its reasoning an engine would keep the tokens of an answer to itself; what is not asked for is not shown.
+    body |= {"temperature": request.sampling["temperature"], "stream": True, "return_token_ids": True}
+    if request.is_chat:
+        body |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    else:
+        body["logprobs"] = request.top_logprobs
+    if progress.messages is not None:
+        body["messages"] = progress.messages
+    if (seed := body.get("seed")) is not None and progress.kept:
+        # The same seed would repeat the random numbers that the first tokens were drawn with.
+        body["seed"] = (seed + 0x9E3779B97F4A7C15 * len(progress.kept)) % (1 << 62)
+    extra = {key: value for key, value in body.pop("vllm_xargs", {}).items() if key != ARGUMENT}
+    if progress.prompt is not None:
+        extra[ARGUMENT] = Extension(prompt=progress.prompt, kept=progress.kept).encode()
+    elif progress.history is not None:
+        extra[ARGUMENT] = Extension(history=progress.history).encode()
+    if extra:
+        body["vllm_xargs"] = extra
+    if progress.handoff is not None:
+        body["kv_transfer_params"] = {ARGUMENT: progress.handoff}
+    return body
 
 
 def error(message: str, kind: str, code: str | None = None) -> Json:

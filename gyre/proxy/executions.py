@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gyre.errors import InvariantBroken
+from gyre.proxy.admission import Doors, Entry
+from gyre.proxy.history import History, Node, Place
 from gyre.proxy.recorder import CallRecord, Recorder
 from gyre.proxy.routing import Route, RouteTable
 
 #: Seconds that an engine which lost its route has to end a request itself before the proxy turns away from it.
 LEAVE_SECONDS = 5.0
+#: Requests that an engine is sent before it has begun to answer them, unless its route names another number.
+UNANSWERED = 16
 
 
 @dataclass
@@ -35,6 +40,10 @@ class Counts:
     abandoned: int = 0  # the client left, or the execution closed
     tokens: int = 0  # sampled and recorded
     masked: int = 0  # of these, not to be trained on
+    spliced: int = 0  # requests whose prompt went on from the recorded tokens of an earlier one
+    drifted: int = 0  # of these, where encoding the messages anew would have given other tokens
+    drift_tokens: int = 0  # how many
+    forked: int = 0  # requests that follow on a known one and do not go on from its tokens
     oldest_version: int = -1
     held_seconds: float = 0.0
     fault: str = ""  # why the last request that was lost has no answer
@@ -50,6 +59,8 @@ class Execution:
         self.counts = Counts()
         self.closed = False
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.history = History()
+        self.place: Place | None = None  # where its last request was answered
         self._recorder = Recorder(record_path)
         self._holds = 0
         self._held_since = 0.0
@@ -77,9 +88,23 @@ class Execution:
         """Seconds in which requests were held, up to now."""
         return self.counts.held_seconds + (time.monotonic() - self._held_since if self._holds else 0.0)
 
-    def record(self, record: CallRecord) -> None:
-        """Write a call down and count its tokens."""
-        self._recorder.append(record)
+    def record(
+        self,
+        record: CallRecord,
+        known: Node | None = None,
+        place: Place | None = None,
+        asked: bytes = b"",
+        message: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a call down, remember it and count its tokens.
+
+        `known` is the node that its prompt follows on, `place` where it was answered. `asked` is the chain of the
+        messages that `message` answers; without them no later request can follow on this one.
+        """
+        node, shared = near = self.history.nearest(record.prompt, known)
+        call = self._recorder.append(record, node.call if node else -1, shared)
+        ids = record.prompt + record.sampled
+        self.history.add(call, ids, len(record.sampled), near, place, asked, message, record.rendered)
         self.counts.tokens += len(record.sampled)
         if not record.trainable:
             self.counts.masked += len(record.sampled)
@@ -117,13 +142,15 @@ class Switchboard:
         self.table = RouteTable()
         self._changed = asyncio.Event()
         self._legs: set[Leg] = set()
+        self.doors = Doors(UNANSWERED)
 
-    def apply(self, version: int, engines: dict[str, Any], moves: dict[str, int]) -> None:
+    def apply(self, version: int, engines: dict[str, Any], moves: dict[str, int | None]) -> None:
         """Take a difference over, wake who waits, and give legs that lost their route notice."""
         if not self.table.apply(version, engines, moves):
             return
         self._changed.set()
         self._changed = asyncio.Event()
+        self.doors.recheck(self.table.route)
         now = asyncio.get_running_loop().time()
         for leg in self._legs:
             route = self.table.route(leg.execution)
@@ -143,6 +170,22 @@ class Switchboard:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if route is None else deadline):
                     await changed.wait()
+
+    async def enter(self, execution: int, failed: Route | None = None, pause: float = 0.0) -> tuple[Route, Entry]:
+        """Wait for a route as `route` does, and for a turn at its engine."""
+        while True:
+            route = await self.route(execution, failed, pause)
+            if (entry := await self.doors.enter(execution, route)) is not None:
+                return route, entry
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """By engine: requests under way, of them not yet answered, and those that wait to be sent."""
+        found: dict[str, Counter[str]] = {}
+        for leg in self._legs:
+            found.setdefault(str(leg.route.engine), Counter())["live"] += 1
+        for engine, counts in self.doors.counts().items():
+            found.setdefault(str(engine), Counter()).update(counts)
+        return {engine: dict(counts) for engine, counts in found.items()}
 
     @contextlib.asynccontextmanager
     async def leg(self, execution: int, route: Route) -> Any:

@@ -8,7 +8,8 @@ crash left unfinished is ignored when reading. A frame is
     payload                                         prompt tail int32[], sampled int32[], log-probabilities float32[]
 
 A conversation repeats its history in every prompt, so a prompt is stored as the number of tokens it shares with the
-sequence (prompt and answer) of one of the calls before it, and the tail after them.
+sequence (prompt and answer) of one of the calls before it, and the tail after them. Which call that is, whoever writes
+has to know (`gyre.proxy.history`): a recorder holds nothing of what it wrote.
 
 Standard library only: the proxy, which writes, and the feeder, which reads, both start sooner for it.
 """
@@ -21,14 +22,12 @@ import struct
 import sys
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 _FRAME = struct.Struct("<III")
-_HISTORY = 8  # calls whose sequences a new prompt is compared with
 
 
 @dataclass
@@ -58,7 +57,9 @@ class CallRecord:
     first_token_seconds: float = 0.0
     held_seconds: float = 0.0
     legs: int = 1  # engine requests it took
-    extra: dict[str, Any] = field(default_factory=dict)
+    spliced: bool = False  # its prompt begins with recorded ids of an earlier call, prompt and answer
+    drift: int = 0  # ids of the prompt that encoding the messages anew would have given otherwise
+    rendered: tuple[int, str] = (0, "")  # length and digest of what the messages were rendered to
 
     def versions(self) -> Iterator[int]:
         """The policy version of each sampled token."""
@@ -81,17 +82,8 @@ def _from_little(kind: str, data: bytes) -> array[Any]:
     return values
 
 
-def shared_length(a: array[int], b: array[int]) -> int:
-    """Number of leading elements that two arrays share."""
-    left, right = memoryview(a), memoryview(b)
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # the first `low` are known to be equal
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+_ARRAYS = ("prompt", "sampled", "logprobs")
+_PLAIN = [f.name for f in fields(CallRecord) if f.name not in (*_ARRAYS, "spans")]
 
 
 class Recorder:
@@ -99,24 +91,23 @@ class Recorder:
 
     def __init__(self, path: Path | str) -> None:
         self._file = open(path, "wb")
-        self._history: deque[tuple[int, array[int]]] = deque(maxlen=_HISTORY)
         self._calls = 0
 
-    def append(self, record: CallRecord) -> None:
-        """Write one call; it survives this process once this returns, and a power cut once `close` does."""
-        base, shared = -1, 0
-        for index, sequence in self._history:
-            if (length := shared_length(sequence, record.prompt)) > shared:
-                base, shared = index, length
-        header = {key: value for key, value in asdict(record).items() if key not in ("prompt", "sampled", "logprobs")}
-        header |= {"base": base, "shared": shared, "tail": len(record.prompt) - shared, "count": len(record.sampled)}
+    def append(self, record: CallRecord, base: int = -1, shared: int = 0) -> int:
+        """Write one call and return its number; it survives this process now, and a power cut once `close` returns.
+
+        Its prompt begins with the first `shared` ids of prompt and answer of call number `base`.
+        """
+        header = {name: getattr(record, name) for name in _PLAIN} | {"spans": [asdict(span) for span in record.spans]}
+        header |= {"base": base if shared else -1, "shared": shared}
+        header |= {"tail": len(record.prompt) - shared, "count": len(record.sampled)}
         head = json.dumps(header, separators=(",", ":")).encode()
         payload = _little(record.prompt[shared:]) + _little(record.sampled) + _little(record.logprobs)
         frame = _FRAME.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head)))
         self._file.write(frame + head + payload)
         self._file.flush()
-        self._history.append((self._calls, record.prompt + record.sampled))
         self._calls += 1
+        return self._calls - 1
 
     def close(self, durable: bool = True) -> None:
         """Flush to the disk and close; doing it twice is harmless."""
@@ -155,7 +146,8 @@ def read_records(path: Path | str) -> list[CallRecord]:
             earlier = records[header["base"]]
             prompt = (earlier.prompt + earlier.sampled)[: header["shared"]] + prompt
         known = {key: value for key, value in header.items() if key in names} | {
-            "spans": [Span(**span) for span in header["spans"]]
+            "spans": [Span(**span) for span in header["spans"]],
+            "rendered": tuple(header["rendered"]),
         }
         sampled = _from_little("i", payload[4 * tail : 4 * (tail + count)])
         logprobs = _from_little("f", payload[4 * (tail + count) : 4 * (tail + 2 * count)])

@@ -1,10 +1,15 @@
-"""One chat request from the client's question to its one complete answer, over as many engines as it takes.
+"""One request from the client's question to its one complete answer, over as many engines as it takes.
 
 The law (invariant 7): a request gets exactly one complete answer, or its execution closes, or its client leaves. An
-engine that goes away in the middle only ends a leg; the next leg goes to the engine the route table names by then and
-continues from the tokens that were already sampled. Where an option cannot be carried over (tools, a grammar, penalties
-that count sampled tokens, several choices) the answer starts over instead, and is shown to a streaming client only
-when it is whole, so that nothing that was shown is ever taken back.
+engine that goes away in the middle only ends a leg. The next leg is the same request to the engine that the route table
+names by then, with the tokens that were already sampled, which that engine repeats before it goes on. Where an option
+cannot be carried over (a grammar, penalties that count sampled tokens, several choices) the answer starts over instead,
+and is shown to a streaming client only when it is whole, so that nothing that was shown is ever taken back.
+
+Should an engine make another text of the tokens that it repeats than a streaming client was shown (a parser whose
+answer depends on how its text comes in pieces may), the request ends as lost, with that reason: what was shown cannot
+be taken back, and what would follow would be the end of another text, maybe half a call of a tool. Trying again would
+not help, since it is not by chance.
 """
 
 from __future__ import annotations
@@ -16,19 +21,23 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
-from gyre.proxy import chat, sound
-from gyre.proxy.chat import ChatRequest, Choice, Json
-from gyre.proxy.executions import Execution, Switchboard
+from gyre.proxy import answer, chat, sound
+from gyre.proxy.admission import Entry
+from gyre.proxy.answer import Choice, Differs
+from gyre.proxy.chat import Json, Request
+from gyre.proxy.executions import UNANSWERED, Execution, Switchboard
+from gyre.proxy.history import Found, Place
 from gyre.proxy.recorder import CallRecord, Span
 from gyre.proxy.routing import Route
-from gyre.proxy.text import TextStream
 from gyre.proxy.upstream import Broken, Moved, Refused, headers, stream
+from gyre.splice import HEADER, PromptNote, digest
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +57,15 @@ class Settings:
     secret: str
     max_context: int
     request_timeout: float = 1800.0
-    tokenizer: Any = None  # of the model, to continue answers; without one they start over
-    parsed: bool = False  # engines parse reasoning or tool calls
     model: str = "policy"
+    slots: int = UNANSWERED  # requests that an engine is sent before it has begun to answer them
+
+
+def _encoded(body: Json) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except (ValueError, OverflowError, TypeError):  # half of a character, or a number beyond 64 bits
+        return json.dumps(body).encode()
 
 
 class Relay:
@@ -58,7 +73,7 @@ class Relay:
 
     def __init__(
         self,
-        request: ChatRequest,
+        request: Request,
         execution: Execution,
         board: Switchboard,
         session: aiohttp.ClientSession,
@@ -73,14 +88,19 @@ class Relay:
         self._show = show
         self._live = show is not None and not request.buffered
         self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": request.model or settings.model,
         }
-        self._prompt = array("i")
+        self._decode = sound.decoder(full=request.logprobs)
+        self._found = execution.history.find(request.rendering, request.messages) if request.is_chat else Found(b"")
         self._choices = [Choice() for _ in range(request.choices)]
-        self._text: TextStream | None = None
-        self._shown_role = False
+        self._prompt = array("i")
+        self._sequence: array[int] | None = None  # that an engine was told to go on from, until it has said its prompt
+        self._note: PromptNote | None = None
+        self._spliced = False
+        self._place: Place | None = None  # where its last leg was
+        self._begun_stream = False
         self._begun = time.monotonic()
         self._started = time.time()
         self._first_token = 0.0
@@ -102,7 +122,7 @@ class Relay:
             if self._show is not None:
                 await self._show_end()
             complete = True
-            return chat.response(self._request, self._head, self._prompt, self._choices)
+            return answer.response(self._request, self._head, self._prompt, self._choices)
         finally:
             self._record(complete)
 
@@ -111,31 +131,35 @@ class Relay:
         pause, failures, most = _FIRST_PAUSE, 0, 0
         while not self._whole:
             with self._execution.hold():
-                route = await self._board.route(self._execution.number, failed, pause)
-            kept = len(self._choices[0].sampled)
-            if self._legs:
-                self._issue_again(kept)
-            self._legs += 1
+                route, entry = await self._board.enter(self._execution.number, failed, pause)
             try:
-                await self._leg(route)
+                if self._legs:
+                    self._issue_again()
+                self._legs += 1
+                await self._leg(route, entry)
                 continue
             except Moved:
                 pass
+            except Differs as error:
+                self.fault = f"engine {route.engine}: {error}; the answer cannot go on"
+                raise self._failed() from error
             except (Broken, sound.Unsound, TimeoutError) as error:
                 log.info("execution %d: engine %d: %s", self._execution.number, route.engine, str(error) or "left")
                 if isinstance(error, sound.Unsound) or (isinstance(error, Broken) and error.reached):
                     failures += 1
                     self.fault = f"engine {route.engine}: {error}"
+            finally:
+                entry.release()
             # Of an answer that starts over only more tokens than ever are a step forward.
             if (sampled := sum(len(choice.sampled) for choice in self._choices)) > most:
                 pause, failures, most = _FIRST_PAUSE, 0, sampled
             if failures >= MAX_FAILURES:
-                raise self._given_up(failures)
+                self.fault = f"no sound answer in {failures} tries, the last from {self.fault}"
+                raise self._failed()
             pause = min(_LONGEST_PAUSE, 2 * pause) if failed and failed.same_place(route) else _FIRST_PAUSE
             failed = route
 
-    def _given_up(self, failures: int) -> Refused:
-        self.fault = f"no sound answer in {failures} tries, the last from {self.fault}"
+    def _failed(self) -> Refused:
         log.error("execution %d: %s", self._execution.number, self.fault)
         return Refused(502, json.dumps(chat.error(self.fault, "server_error", "engine_failed")).encode())
 
@@ -143,43 +167,62 @@ class Relay:
     def _whole(self) -> bool:
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    def _issue_again(self, kept: int) -> None:
+    def _issue_again(self) -> None:
         """Count a further leg, and throw away what it cannot continue from."""
         self._rerouted = True
-        if not self._request.continuable:
+        if self._request.continuable:
+            (choice,) = self._choices
+            self._continued = self._continued or bool(choice.sampled)
+            choice.begin_leg(shown=self._live)
+        else:
             self._restarted = self._restarted or any(choice.sampled for choice in self._choices)
             self._choices = [Choice() for _ in range(self._request.choices)]
-        elif kept:
-            self._continued = True
+            self._prompt, self._note, self._spliced = array("i"), None, False
 
-    async def _leg(self, route: Route) -> None:
+    def _progress(self, route: Route) -> chat.Progress:
+        progress = chat.Progress(messages=self._found.messages, handoff=self._handoff(route))
+        if self._prompt:
+            progress.prompt, progress.kept = self._prompt, self._choices[0].sampled
+        elif self._found.node is not None and self._request.text_only:
+            self._sequence = self._found.node.sequence()
+            progress.history = self._found.known(self._sequence)
+        return progress
+
+    def _handoff(self, route: Route) -> Json | None:
+        """Where the keys and values of what came before can be had, if that is elsewhere."""
+        known = self._found.node.place if self._found.node else None
+        last = self._place or known or self._execution.place
+        if last is None or not last.kv or not route.kv or (last.engine, last.epoch) == (route.engine, route.epoch):
+            return None
+        return {"address": last.kv, "epoch": last.epoch, "policy": last.policy}
+
+    async def _leg(self, route: Route, entry: Entry) -> None:
         """One engine's part; returns when the answer is whole or raises what ended it."""
-        kept = self._choices[0].sampled
-        if kept and not await self._prepare_continuation():
-            return
-        if kept:
-            body = chat.continuation(self._request, self._prompt, kept, self._settings.max_context)
-            path, take = chat.COMPLETION_PATH, self._take_completion
-        else:
-            body, path, take = chat.first_leg(self._request), chat.CHAT_PATH, self._take_chat
+        body = _encoded(chat.leg(self._request, self._progress(route)))
         spans = [Span(route.engine, route.epoch, route.policy) for _ in self._choices]
         hold = contextlib.ExitStack()
         parked = asyncio.get_running_loop().call_later(
             PARKED_SECONDS, lambda: hold.enter_context(self._execution.hold())
         )
 
-        def admitted(policy: int) -> None:
+        def admitted(given: Mapping[str, str]) -> None:
             parked.cancel()
             hold.close()
+            entry.release()
+            policy = int(given.get("X-Gyre-Policy", route.policy))
             for span in spans:
                 span.policy = policy
+            self._place = self._execution.place = Place(route.engine, route.epoch, policy, route.kv)
+            if self._note is None and HEADER in given:
+                self._note = PromptNote.decode(given[HEADER])
 
         head = headers(self._settings.secret, self._execution.number, route)
-        events = stream(self._session, route, path, json.dumps(body).encode(), head, admitted)
+        events = stream(self._session, route, self._request.path, body, head, admitted, self._decode)
+        del body  # of a long conversation it is large, and an answer takes long
         try:
             async with self._board.leg(self._execution.number, route), contextlib.aclosing(events):
                 async for event in events:
-                    await take(event, spans)
+                    await self._take(event, spans)
                     if self._whole:
                         return
         finally:
@@ -189,103 +232,61 @@ class Relay:
             raise Broken("the stream ended before the answer")
 
     # -- pieces of answers -------------------------------------------------------------------------------------------
-    async def _take_chat(self, event: Json, spans: list[Span]) -> None:
-        prompt, pieces = sound.read(event, len(self._choices), chat.chat_logprobs)
-        self._prompt = prompt or self._prompt
+    async def _take(self, event: sound.Event, spans: list[Span]) -> None:
+        prompt, pieces = sound.read(event, len(self._choices))
+        if prompt is not None:
+            self._take_prompt(prompt)
         for piece in pieces:
-            choice, delta = self._choices[piece.index], piece.delta
-            self._demand_sound(spans[piece.index], piece)
-            if self._request.hides_reasoning:
-                delta = {key: value for key, value in delta.items() if not key.startswith("reasoning")}
-            self._sample(choice, spans[piece.index], piece)
-            choice.merge(delta)
+            choice, span = self._choices[piece.index], spans[piece.index]
+            self._demand_sound(choice, span, piece)
+            if piece.tokens and not self._first_token:
+                self._first_token = time.monotonic() - self._begun
+            old = choice.sample(span, piece.tokens, piece.values)
+            delta = choice.merge(piece.delta)
+            entries, tokens = piece.entries[old:], piece.tokens[old:]
+            if entries:
+                choice.entries.extend(entries)
+            if piece.finish_reason:
+                choice.finish(piece.finish_reason, piece.stop_reason)
             if self._live:
-                shown = {key: value for key, value in delta.items() if key != "role" and value is not None}
-                await self._show_piece(piece.index, shown, piece.raw, piece.entries)
+                finish = (piece.finish_reason, piece.stop_reason)
+                await self._show_piece(piece.index, delta, finish, entries, tokens)
 
-    async def _take_completion(self, event: Json, spans: list[Span]) -> None:
-        _, pieces = sound.read(event, 1, lambda piece: chat.completion_logprobs(piece, self._request.top_logprobs))
-        for piece in pieces:
-            self._demand_sound(spans[0], piece)
-            text = self._own_text(piece.raw, piece.values, piece.entries)
-            self._sample(self._choices[0], spans[0], piece)
-            self._choices[0].merge({"content": text})
-            if self._live:
-                await self._show_piece(0, {"content": text}, piece.raw, piece.entries)
+    def _take_prompt(self, prompt: array[int]) -> None:
+        if not self._prompt:
+            self._prompt = prompt
+            known, self._sequence = self._sequence, None
+            self._spliced = known is not None and prompt[: len(known)] == known
+        elif prompt != self._prompt:
+            raise sound.Unsound("another prompt than the one it was asked for")
 
-    def _demand_sound(self, span: Span, piece: sound.Piece) -> None:
+    def _demand_sound(self, choice: Choice, span: Span, piece: sound.Piece) -> None:
         """Refuse tokens that cannot be recorded, before anything is made of them: another try may well be right."""
-        echoed = bool(self._request.body.get("echo"))
-        if fault := sound.fault(piece, bool(self._prompt), span.tokens > 0 or echoed):
+        begun = choice.repeated > 0 or bool(self._request.body.get("echo"))
+        if fault := sound.fault(piece, bool(self._prompt), begun, len(choice.sampled) - choice.repeated):
             log.error("execution %d: engine %d: %s", self._execution.number, span.engine, fault)
             raise sound.Unsound(fault)
 
-    def _own_text(self, piece: Json, values: list[float], entries: list[Json]) -> str:
-        """Text of a continuation's tokens; a stop string cuts the piece short and finishes it."""
-        assert self._text is not None
-        tokens = piece.get("token_ids") or []
-        silent_last = piece.get("finish_reason") == "stop" and not self._request.keep_stop
-        for position, token in enumerate(tokens):
-            stop = self._text.push(token, silent=silent_last and position == len(tokens) - 1)
-            if stop is not None:
-                piece |= {"token_ids": tokens[: position + 1], "finish_reason": "stop", "stop_reason": stop}
-                del values[position + 1 :], entries[position + 1 :]
-                break
-        return self._text.delta(finished=piece.get("finish_reason") is not None)
-
-    def _sample(self, choice: Choice, span: Span, piece: sound.Piece) -> None:
-        if piece.tokens and not self._first_token:
-            self._first_token = time.monotonic() - self._begun
-        choice.sample(span, piece.tokens, piece.values)
-        if self._request.logprobs:
-            choice.shown_logprobs.extend(piece.entries)
-        if reason := piece.raw.get("finish_reason"):
-            choice.finish(reason, piece.raw.get("stop_reason"))
-
-    async def _prepare_continuation(self) -> bool:
-        """Make ready to go on after the tokens that are kept; False if they turn out to be the whole answer."""
-        choice = self._choices[0]
-        if self._text is None:
-            self._text = self._text_so_far()
-        if len(choice.sampled) < chat.room(self._request, len(self._prompt), self._settings.max_context):
-            return True
-        delta = {"content": self._text.delta(finished=True)}
-        choice.merge(delta)
-        choice.finish("length")
-        if self._live:
-            await self._show_piece(0, delta, {"finish_reason": "length"}, [])
-        return False
-
-    def _text_so_far(self) -> TextStream:
-        """The text of the tokens that are kept, of which the first engine may have held the end back."""
-        request, choice = self._request, self._choices[0]
-        text = TextStream(
-            self._settings.tokenizer,
-            self._prompt,
-            request.stop,
-            request.keep_stop,
-            request.body.get("min_tokens") or 0,
-            request.body.get("skip_special_tokens") is not False,
-        )
-        for token in choice.sampled:
-            text.push(token)
-        if not text.skip(choice.message.get("content", "")):
-            log.warning("execution %d: own text differs from the engine's", self._execution.number)
-        return text
-
     # -- the streaming client ----------------------------------------------------------------------------------------
-    async def _show_piece(self, index: int, delta: Json, piece: Json, entries: list[Json]) -> None:
+    async def _show_piece(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        finish: tuple[str | None, Any],
+        entries: list[Any],
+        tokens: list[int],
+    ) -> None:
         assert self._show is not None
-        if not self._shown_role:
-            self._shown_role = True
-            for other in range(self._request.choices):
-                await self._show(chat.chunk(self._head, other, {"role": "assistant", "content": ""}))
-        finish, tokens = piece.get("finish_reason"), piece.get("token_ids")
-        logprobs = {"content": entries} if self._request.logprobs and entries else None
-        ids = tokens if self._request.token_ids and tokens else None
-        if any(delta.values()) or finish or logprobs or ids:
-            rest = {"logprobs": logprobs, "token_ids": ids, "stop_reason": piece.get("stop_reason")}
-            await self._show(chat.chunk(self._head, index, delta, finish_reason=finish, **rest))
+        request, head = self._request, self._head
+        if not self._begun_stream:
+            self._begun_stream = True
+            for other in range(request.choices):
+                if (first := answer.first_chunk(request, head, other, self._prompt)) is not None:
+                    await self._show(first)
+        if "role" in delta or request.hides_reasoning:
+            delta = {key: value for key, value in answer.visible(request, delta).items() if key != "role"}
+        if any(delta.values()) or finish[0] or entries or (tokens and request.token_ids):
+            await self._show(answer.chunk(request, head, index, delta, finish, entries, tokens))
 
     async def _show_end(self) -> None:
         """What remains to be shown of a whole answer: all of it, where it was held back."""
@@ -295,11 +296,10 @@ class Relay:
                 delta = dict(choice.message)
                 if calls := delta.get("tool_calls"):
                     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                piece = {"token_ids": list(choice.sampled), "stop_reason": choice.stop_reason}
-                piece["finish_reason"] = choice.finish_reason
-                await self._show_piece(index, delta, piece, choice.shown_logprobs)
+                finish = (choice.finish_reason, choice.stop_reason)
+                await self._show_piece(index, delta, finish, choice.entries, list(choice.sampled))
         if self._request.include_usage:
-            await self._show(chat.usage_chunk(self._head, len(self._prompt), self._choices))
+            await self._show(answer.usage_chunk(self._request, self._head, len(self._prompt), self._choices))
 
     # -- the record --------------------------------------------------------------------------------------------------
     def _record(self, complete: bool) -> None:
@@ -307,23 +307,34 @@ class Relay:
         counts.rerouted += self._rerouted
         counts.continued += self._continued
         counts.restarted += self._restarted
+        if not self._prompt:
+            return
+        counts.spliced += self._spliced
+        counts.forked += self._found.changed or (self._found.node is not None and not self._spliced)
+        note = self._note or PromptNote((len(self._prompt), digest(self._prompt)), False, 0)
+        drift = note.drift if self._spliced else 0
+        counts.drifted += drift > 0
+        counts.drift_tokens += drift
         for choice in self._choices:
-            if not self._prompt or (not choice.sampled and not complete):
+            if not choice.sampled and not complete:
                 continue
-            self._execution.record(
-                CallRecord(
-                    prompt=self._prompt,
-                    sampled=choice.sampled,
-                    logprobs=choice.logprobs,
-                    spans=choice.spans,
-                    sampling=self._request.sampling,
-                    trainable=complete and not self._request.masked,
-                    masked=self._request.masked or ("" if complete else "abandoned"),
-                    finish_reason=choice.finish_reason,
-                    started=self._started,
-                    seconds=time.monotonic() - self._begun,
-                    first_token_seconds=self._first_token,
-                    held_seconds=self._execution.held_seconds - self._held_at_start,
-                    legs=self._legs,
-                )
+            record = CallRecord(
+                prompt=self._prompt,
+                sampled=choice.sampled,
+                logprobs=choice.logprobs,
+                spans=choice.spans,
+                sampling=self._request.sampling,
+                trainable=complete and not self._request.masked,
+                masked=self._request.masked or ("" if complete else "abandoned"),
+                finish_reason=choice.finish_reason,
+                started=self._started,
+                seconds=time.monotonic() - self._begun,
+                first_token_seconds=self._first_token,
+                held_seconds=self._execution.held_seconds - self._held_at_start,
+                legs=self._legs,
+                spliced=self._spliced,
+                drift=drift,
+                rendered=note.rendered,
             )
+            answered = (self._found.asked, choice.message) if complete else (b"", None)
+            self._execution.record(record, self._found.node, self._place, *answered)

@@ -15,12 +15,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Route:
-    """An engine that serves: its rank, its URL without a path, its role epoch and its policy version."""
+    """An engine that serves: its rank, its URL without a path, its role epoch and its policy version.
+
+    `kv` is where the keys and values that it computed can be had, empty where nowhere; `slots` is how many requests it
+    may be sent that it has not begun to answer, 0 for the proxy's own number.
+    """
 
     engine: int
     url: str
     epoch: int
     policy: int
+    kv: str = ""
+    slots: int = 0
 
     def same_place(self, other: Route | None) -> bool:
         """Whether both are the same engine in the same epoch; its policy may have changed."""
@@ -33,12 +39,13 @@ class RouteTable:
     def __init__(self) -> None:
         self.version = 0
         self._engines: dict[int, Route] = {}
-        self._assigned: dict[int, int] = {}
+        self._assigned: dict[int, int | None] = {}
 
-    def apply(self, version: int, engines: Mapping[str, Any], moves: Mapping[str, int]) -> bool:
+    def apply(self, version: int, engines: Mapping[str, Any], moves: Mapping[str, int | None]) -> bool:
         """Take a difference over; False if its version is not newer than what is known.
 
-        `engines` maps a rank to {url, epoch, policy}, or to None when it is unrouted; `moves` maps executions to ranks.
+        `engines` maps a rank to the fields of its route, or to None when it is unrouted; `moves` maps executions to
+        ranks, or to None where their requests are to be held.
         Moves of executions that are not assigned here are another host's and are dropped.
         """
         if version <= self.version:
@@ -48,7 +55,8 @@ class RouteTable:
             if engine is None:
                 self._engines.pop(int(rank), None)
             else:
-                self._engines[int(rank)] = Route(int(rank), engine["url"], engine["epoch"], engine["policy"])
+                more = {key: engine[key] for key in ("kv", "slots") if engine.get(key)}
+                self._engines[int(rank)] = Route(int(rank), engine["url"], engine["epoch"], engine["policy"], **more)
         for execution, rank in moves.items():
             if int(execution) in self._assigned:
                 self._assigned[int(execution)] = rank

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from gyre.child import AsyncEndpoint
@@ -24,7 +25,6 @@ from gyre.errors import ChildFailed
 from gyre.proxy import chat
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.relay import Relay, Settings
-from gyre.proxy.text import load_tokenizer
 from gyre.proxy.upstream import Closed, Refused
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,8 @@ class Proxy:
     # -- operations --------------------------------------------------------------------------------------------------
     async def start(self, tokenizer: str | None = None, **settings: Any) -> dict[str, Any]:
         """Listen; returns the port."""
-        loaded = await asyncio.to_thread(load_tokenizer, Path(tokenizer)) if tokenizer else None
-        if loaded is None:
-            log.warning("no fast tokenizer: answers that lose their engine start over")
-        self._settings = Settings(tokenizer=loaded, **settings)
+        self._settings = Settings(**settings)
+        self._board.doors.limit = self._settings.slots
         self._session = aiohttp.ClientSession(
             # Servers drop idle connections after 5 s; they are not to do it while a request is on its way.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
@@ -151,7 +149,8 @@ class Proxy:
         """For the live view."""
         live = [len(entry.tasks) for entry in self._executions.values()]
         held = sum(entry.held for entry in self._executions.values())
-        return {"executions": len(self._executions), "requests": sum(live), "held": held}
+        totals = {"executions": len(self._executions), "requests": sum(live), "held": held}
+        return {**totals, "engines": self._board.totals()}
 
     async def _remove(self, entry: Execution) -> None:
         self._tokens.pop(entry.token, None)
@@ -208,7 +207,7 @@ class Proxy:
         entry = request[_EXECUTION]
         try:
             body = json.loads(await request.read())
-            asked = chat.parse(body, parsed=self._settings.parsed or self._settings.tokenizer is None)
+            asked = chat.parse(body)
         except (ValueError, RecursionError):
             return _error(400, "the body is not JSON")
         except chat.BadRequest as error:
@@ -221,7 +220,7 @@ class Proxy:
         finally:
             entry.tasks.discard(task)
 
-    async def _relay(self, request: web.Request, entry: Execution, asked: chat.ChatRequest) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, entry: Execution, asked: chat.Request) -> web.StreamResponse:
         assert self._session is not None
         entry.counts.requests += 1
         stream = EventStream(request) if asked.stream else None
@@ -290,4 +289,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(main())
+    uvloop.run(main())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
 from gyre.proxy.routing import Route
+from gyre.proxy.sound import Event
 
 _MAX_EVENT = 32 << 20
 _MAX_ERROR = 1 << 20
@@ -80,6 +81,8 @@ async def _blocks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _event(block: bytes) -> tuple[str, bytes]:
+    if block.startswith(b"data: ") and b"\n" not in block:
+        return "", block[6:]
     name, data = "", b""
     for line in block.split(b"\n"):
         key, _, value = line.partition(b":")
@@ -103,9 +106,10 @@ async def stream(
     path: str,
     body: bytes,
     request_headers: dict[str, str],
-    admitted: Callable[[int], None],
-) -> AsyncIterator[dict[str, Any]]:
-    """The JSON chunks of an engine's answer, up to its ``[DONE]``; `admitted` is told the policy version at the start.
+    admitted: Callable[[Mapping[str, str]], None],
+    decode: Callable[[bytes], Event],
+) -> AsyncIterator[Event]:
+    """The events of an engine's answer, up to its ``[DONE]``; `admitted` is told its headers when it begins.
 
     Raises:
         Moved, Broken, Closed, Refused: how it ended otherwise.
@@ -116,7 +120,7 @@ async def stream(
         ) as response:
             if response.status != 200:
                 await _raise_for(response)
-            admitted(int(response.headers.get("X-Gyre-Policy", route.policy)))
+            admitted(response.headers)
             async for block in _blocks(response.content):
                 name, data = _event(block)
                 if name == "gyre":
@@ -124,12 +128,10 @@ async def stream(
                 if data == b"[DONE]":
                     return
                 if data:
-                    chunk = json.loads(data)
-                    if not isinstance(chunk, dict):
-                        raise Broken(f"an event that is no object: {data[:200]!r}")
-                    if chunk.get("error"):
-                        raise _in_stream_error(chunk["error"])
-                    yield chunk
+                    event = decode(data)
+                    if event.error:
+                        raise _in_stream_error(event.error)
+                    yield event
         raise Broken("the stream ended early")
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise Broken(f"{type(error).__name__}: {error}", reached=False) from error

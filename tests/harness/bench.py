@@ -15,7 +15,7 @@ from gyre.harness.host import HostSupervisor
 from gyre.launch.identity import Identity
 from gyre.run_dir import RunDir
 from gyre.store import Store
-from tests.proxy.fake_engine import SECRET, TOKENIZER, FakeEngine
+from tests.proxy.fake_engine import SECRET, FakeEngine
 
 #: What a harness program may use: ask(text) -> answer, and its task.
 PRELUDE = """
@@ -100,7 +100,7 @@ def config(tmp_path: Path, **harness) -> configuration.Config:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     (model / "x.safetensors").write_text("")
-    TOKENIZER.save(str(model / "tokenizer.json"))
+    (model / "tokenizer.json").write_text("{}")
     (tmp_path / "harness.py").write_text(PRELUDE + 'exec(task["program"])\n')
     (tmp_path / "score.py").write_text('def score(workspace, task):\n    return task.get("score", 0.5)\n')
     data = {

@@ -1,12 +1,14 @@
 """A small real engine behind the gate's interface: tokens are bytes, and answers are a function of the prompt's ids.
 
 The answer to a prompt is fixed text, drawn by a checksum of the prompt, with characters of one to four bytes, so that
-an answer cut anywhere and continued elsewhere can be compared exactly.
+an answer cut anywhere and continued elsewhere can be compared exactly. It speaks the extension of `gyre.splice`, and
+parses reasoning and calls of tools out of its text, as engines do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import zlib
@@ -14,42 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gyre.proxy.text import TextStream
+from gyre.splice import ARGUMENT, HEADER, Extension, resolve
+from tests.proxy.fake_text import END, START, Detokenizer, decode, delta, parsed, render, segmented
 
-EOT, START, END = 256, 257, 258
+__all__ = ["END", "SECRET", "START", "UNSOUND", "FakeEngine", "Fault", "answer", "logprob", "render"]
 SECRET = "run-key"
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    names = {byte: chr(byte) for byte in kept}
-    for offset, byte in enumerate(b for b in range(256) if b not in names):
-        names[byte] = chr(256 + offset)
-    assert sorted(names.values()) == alphabet
-    tokenizer = Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
-
-
-def render(messages) -> list[int]:
-    """The prompt's ids, as ChatML."""
-    ids: list[int] = []
-    for message in [*messages, None]:
-        role = "assistant" if message is None else message["role"]
-        ids += [START, *f"{role}\n".encode()]
-        if message is not None:
-            ids += [*(message.get("content") or "").encode(), END, *b"\n"]
-    return ids
 
 
 def answer(prompt: list[int], length: int) -> list[int]:
@@ -112,6 +84,12 @@ class FakeEngine:
     cancelled: int = 0
     port: int = 0
     says: Callable[[str], str] | None = None  # the answer to a prompt's text, where it is not to be drawn
+    pairs: bool = False  # sample pairs of characters, which encoding the text again would not give
+    parses: bool = False  # parse reasoning and calls of tools
+    extends: bool = True  # speak the extension
+    replay: int = 3  # tokens in a piece of those that it only repeats
+    kv: str = ""
+    slots: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # set: admit
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -142,27 +120,28 @@ class FakeEngine:
 
     def entry(self) -> dict:
         """This engine in a route table."""
-        return {"url": f"http://127.0.0.1:{self.port}", "epoch": self.epoch, "policy": self.policy}
+        entry = {"url": f"http://127.0.0.1:{self.port}", "epoch": self.epoch, "policy": self.policy}
+        return {**entry, "kv": self.kv, "slots": self.slots}
 
-    def answer(self, prompt: list[int]) -> list[int]:
-        """All tokens of the answer to a prompt."""
+    def answer(self, prompt: list[int], index: int = 0) -> list[int]:
+        """All tokens of the answer to a prompt, the end token included."""
         if self.says is None:
-            return answer(prompt, self.length)
-        return [*self.says(TOKENIZER.decode(prompt, skip_special_tokens=False)).encode(), END]
+            return answer([*prompt, *([index] if index else [])], self.length)
+        text = self.says(decode(prompt))
+        draw = random.Random(zlib.crc32(repr(prompt).encode()))
+        return [*(segmented(text, draw) if self.pairs else text.encode()), END]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        prompt = render(body["messages"])
-        return await self.serve(request, body, prompt, self.answer(prompt), chat=True)
+        drop = (body.get("chat_template_kwargs") or {}).get("drop_thinking", False)
+        return await self.serve(request, body, render(body["messages"], body.get("tools"), drop), chat=True)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         given = body["prompt"]
-        start = len(given) - given[::-1].index(START) + len("assistant\n")
-        rest = self.answer(given[:start])[len(given) - start :]
-        return await self.serve(request, body, given, rest, chat=False, done=len(given) - start)
+        return await self.serve(request, body, [*given.encode()] if isinstance(given, str) else given, chat=False)
 
-    async def serve(self, request, body, prompt, tokens, chat, done=0) -> web.StreamResponse:
+    async def serve(self, request, body, rendered, chat) -> web.StreamResponse:
         self.bodies.append(body)
         assert request.headers["Authorization"] == f"Bearer {SECRET}"
         assert body["stream"] is True and body["return_token_ids"] is True
@@ -177,19 +156,25 @@ class FakeEngine:
         self.live += 1
         self.peak = max(self.peak, self.live)
         try:
-            return await self.stream(request, body, prompt, tokens, chat, done, fault)
+            return await self.stream(request, body, rendered, chat, fault)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.live -= 1
 
-    async def stream(self, request, body, prompt, tokens, chat, done, fault) -> web.StreamResponse:
+    async def stream(self, request, body, rendered, chat, fault) -> web.StreamResponse:
+        extension = Extension.decode((body.get("vllm_xargs") or {}).get(ARGUMENT, "{}"))
+        if not self.extends:
+            assert extension == Extension()
+        prompt, note = resolve(rendered, extension, {END}, decode)
+        prompt, kept = prompt.tolist(), extension.kept.tolist()
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
                 "X-Gyre-Policy": str(self.policy),
                 "X-Gyre-Engine": str(self.rank),
+                HEADER: note.encode(),
             }
         )
         await response.prepare(request)
@@ -198,59 +183,105 @@ class FakeEngine:
             event = {"id": "x", "created": 1, "model": "m", "choices": [choice], **rest}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
-        if chat:
-            await send({"index": 0, "delta": {"role": "assistant", "content": ""}}, prompt_token_ids=prompt)
-        limit = body.get("max_tokens") or body.get("max_completion_tokens") or 1 << 20
-        stops = body.get("stop") or []
-        text = TextStream(TOKENIZER, prompt, [stops] if isinstance(stops, str) else stops)
-        for at in range(0, len(tokens), self.per_chunk):
-            if self.closing.is_set() or (fault.how != "none" and at >= fault.tokens):
-                how = "moved" if self.closing.is_set() else fault.how
-                if how == "drop":
-                    request.transport.abort()
-                    return response
-                if how == "stall":
-                    await asyncio.sleep(3600)
-                if how in UNSOUND:
-                    await response.write(b"data: " + UNSOUND[how] + b"\n\n")
-                    return response
-                if how == "nan":
-                    await self.piece(send, body, chat, tokens[at : at + 1], None, "?", None, None)
-                    return response
-                data = b'data: {"error": {"message": "died", "code": 500}}\n\n'
-                if how == "moved":
-                    data = b'event: gyre\ndata: {"moved": true}\n\n'
-                await response.write(data)
+        for index in range(body.get("n") or 1):
+            if chat:
+                first = {"index": index, "delta": {"role": "assistant", "content": ""}}
+                await send(first, prompt_token_ids=prompt)
+            words = _Words(self, send, body, chat, index, prompt)
+            if not await self.choice(request, response, words, kept, fault):
                 return response
-            ids, reason, stop = tokens[at : at + self.per_chunk][: limit - at], None, None
-            for position, token in enumerate(ids):
-                stop = text.push(token, silent=token == END)
-                if stop is not None or token == END:
-                    ids, reason = ids[: position + 1], "stop"
-                    break
-            if reason is None and at + len(ids) >= limit:
-                reason = "length"
-            await self.piece(send, body, chat, ids, done + at, text.delta(reason is not None), reason, stop)
-            if reason is not None:
-                break
-            await asyncio.sleep(self.delay)
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def piece(self, send, body, chat, ids, at, text, reason, stop) -> None:
-        values = [None if at is None else logprob(at + i, token) for i, token in enumerate(ids)]
-        names = [TOKENIZER.decode([token], skip_special_tokens=False) for token in ids]
-        choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "stop_reason": stop}
-        if chat:
+    async def choice(self, request, response, words, kept, fault) -> bool:
+        """Send one answer; False where it came to no end."""
+        tokens, at = self.answer(words.prompt, words.index), 0
+        assert tokens[: len(kept)] == kept
+        while True:
+            if at >= len(kept) and (self.closing.is_set() or (fault.how != "none" and at - len(kept) >= fault.tokens)):
+                await self.fail(request, response, words, tokens[at : at + 1], fault)
+                return False
+            size = min(self.replay, len(kept) - at) if at < len(kept) else self.per_chunk
+            if await words.add(tokens[at : at + size], at < len(kept)):
+                return True
+            at += size
+            if at > len(kept):
+                await asyncio.sleep(self.delay)
+
+    async def fail(self, request, response, words, token, fault) -> None:
+        """What the engine does in place of its next token."""
+        how = "moved" if self.closing.is_set() else fault.how
+        if how == "drop":
+            request.transport.abort()
+        elif how == "stall":
+            await asyncio.sleep(3600)
+        elif how in UNSOUND:
+            await response.write(b"data: " + UNSOUND[how] + b"\n\n")
+        elif how == "nan":
+            await words.piece(token, [None], {"content": "?"}, None, None)
+        elif how == "moved":
+            await response.write(b'event: gyre\ndata: {"moved": true}\n\n')
+        else:
+            await response.write(b'data: {"error": {"message": "died", "code": 500}}\n\n')
+
+
+class _Words:
+    """One answer as it is sent."""
+
+    def __init__(self, engine, send, body, chat, index, prompt) -> None:
+        stops = body.get("stop") or []
+        self.engine, self.send, self.body, self.chat, self.index, self.prompt = engine, send, body, chat, index, prompt
+        self.limit = body.get("max_tokens") or body.get("max_completion_tokens") or 1 << 20
+        self.text = Detokenizer([stops] if isinstance(stops, str) else stops)
+        self.shown: dict = {}
+        self.count = 0
+        self.calls = itertools.count()
+
+    async def add(self, tokens, known: bool) -> bool:
+        """Send the next tokens; True where they end the answer."""
+        taken, reason, stop = [], None, None
+        for token in tokens:
+            taken.append(token)
+            self.count += 1
+            stop = None if token == END else self.text.push(token)
+            if stop is not None or token == END:
+                reason = "stop"
+            elif self.count >= self.limit:
+                reason = "length"
+            if reason:
+                break
+        message = self.message(reason is not None)
+        more = delta(self.shown, message, lambda: f"call-{self.engine.rank}-{next(self.calls)}")
+        self.shown = message
+        if reason == "stop" and message.get("tool_calls"):
+            reason = "tool_calls"
+        start = self.count - len(taken)
+        values = [0.0 if known else logprob(start + i, token) for i, token in enumerate(taken)]
+        await self.piece(taken, values, more, reason, stop)
+        return reason is not None
+
+    def message(self, final: bool) -> dict:
+        text = self.text.visible(final)
+        if self.engine.parses and self.chat:
+            return parsed(text, final, bool(self.body.get("tools")))
+        return {"content": text} if text else {}
+
+    async def piece(self, tokens, values, more, reason, stop) -> None:
+        names = [decode([token]) for token in tokens]
+        choice = {"index": self.index, "finish_reason": reason, "token_ids": tokens, "stop_reason": stop}
+        if self.chat:
             entries = [
                 {"token": name, "logprob": value, "bytes": [], "top_logprobs": []}
                 for name, value in zip(names, values, strict=True)
             ]
-            await send({**choice, "delta": {"content": text}, "logprobs": {"content": entries}})
-        else:
-            logprobs = {
-                "tokens": names,
-                "token_logprobs": values,
-                "top_logprobs": [{n: v} for n, v in zip(names, values, strict=True)],
-            }
-            await send({**choice, "text": text, "logprobs": logprobs})
+            await self.send({**choice, "delta": more, "logprobs": {"content": entries}})
+            return
+        logprobs = {
+            "tokens": names,
+            "token_logprobs": values,
+            "top_logprobs": [{n: v} for n, v in zip(names, values, strict=True)],
+            "text_offset": [0] * len(names),
+        }
+        if self.count == len(tokens):
+            choice["prompt_token_ids"] = self.prompt
+        await self.send({**choice, "text": more.get("content", ""), "logprobs": logprobs})

@@ -61,17 +61,13 @@ class Stand:
 
 
 @contextlib.asynccontextmanager
-async def stand(tmp_path, *engines: FakeEngine, tokenizer: bool = True, **settings):
+async def stand(tmp_path, *engines: FakeEngine, **settings):
     """Start engines and a proxy; execution 1 is registered on the first engine."""
-    from tests.proxy.fake_engine import TOKENIZER
-
-    place = tmp_path / "tokenizer.json"
-    TOKENIZER.save(str(place))
     it = Stand(tmp_path, list(engines))
     for engine in engines:
         await engine.start()
     settings = {"secret": SECRET, "max_context": 4096, **settings}
-    started = await it.proxy.start(tokenizer=str(place) if tokenizer else None, **settings)
+    started = await it.proxy.start(**settings)
     it.url = f"http://127.0.0.1:{started['port']}"
     await it.routes()
     await it.register(engine=engines[0].rank)

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.proxy.fake_engine import END, TOKENIZER, UNSOUND, FakeEngine, Fault, answer, logprob, render
+from gyre.splice import Extension
+from tests.proxy.fake_engine import UNSOUND, FakeEngine, Fault, answer, logprob, render
 from tests.proxy.stand import finish_of, stand, text_of
 
-ASK = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 PROMPT = render(ASK["messages"])
 TOKENS = answer(PROMPT, 20)
 TEXT = bytes(TOKENS[:-1]).decode()
@@ -35,7 +36,7 @@ def test_plain_answer_and_its_record(tmp_path):
             assert choice["finish_reason"] == "stop" and choice["logprobs"] is None and "token_ids" not in choice
             assert reply["usage"]["prompt_tokens"] == len(PROMPT)
             assert reply["usage"]["completion_tokens"] == len(TOKENS)
-            assert reply["model"] == "any" and reply["object"] == "chat.completion"
+            assert reply["model"] == "policy" and reply["object"] == "chat.completion"
             sent = engine.bodies[0]
             assert sent["temperature"] == 1.0 and sent["top_p"] == 1.0 and sent["top_k"] == 0 and "model" not in sent
             counts = await it.proxy.close(1, 1)
@@ -126,7 +127,7 @@ def test_stop_strings_over_a_cut(tmp_path, cut, streaming):
 
 
 def test_held_without_a_route_then_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr("gyre.proxy.server.KEEP_ALIVE_SECONDS", 0.2)
+    monkeypatch.setattr("gyre.proxy.front.KEEP_ALIVE_SECONDS", 0.2)
 
     async def scenario():
         async with stand(tmp_path, FakeEngine(0)) as it:
@@ -340,18 +341,6 @@ def test_what_cannot_be_carried_over_starts_over(tmp_path, extra, streaming):
     run(scenario())
 
 
-def test_without_a_tokenizer_answers_start_over(tmp_path):
-    async def scenario():
-        engine = FakeEngine(0, faults=[Fault("moved", 7)])
-        async with stand(tmp_path, engine, tokenizer=False) as it:
-            events, _ = await it.ask_stream(ASK)
-            assert text_of(events) == TEXT
-            assert (await it.proxy.close(1, 1))["restarted"] == 1
-        assert it.records()[0].trainable
-
-    run(scenario())
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_greedy_and_truncated_tokens_are_recorded_but_masked(tmp_path, sampling):
     async def scenario():
@@ -371,7 +360,9 @@ def test_continuation_keeps_the_sampling_and_changes_the_seed(tmp_path):
             sampling = {"temperature": 0.7, "seed": 5, "max_tokens": 30, "top_k": 3, "logit_bias": {"5": 1.0}}
             await it.ask({**ASK, **sampling})
             first, second = engine.bodies
-            assert second["prompt"] == PROMPT + TOKENS[:8] and second["max_tokens"] == 22
+            extension = Extension.decode(second["vllm_xargs"]["gyre"])
+            assert extension.prompt.tolist() == PROMPT and extension.kept.tolist() == TOKENS[:8]
+            assert second["messages"] == ASK["messages"] and second["max_tokens"] == 30 and "vllm_xargs" not in first
             assert second["temperature"] == 0.7 and second["top_k"] == 3 and second["logit_bias"] == {"5": 1.0}
             assert first["seed"] == 5 and second["seed"] != 5
 
@@ -439,6 +430,5 @@ def test_many_streams_while_engines_come_and_go(tmp_path):
                 assert counts["lost"] == 0 and counts["requests"] == 1
                 (record,) = it.records(n)
                 assert record.sampled.tolist() == tokens and record.trainable
-            assert END in TOKENS and TOKENIZER
 
     run(scenario())
