@@ -34,9 +34,8 @@ LONG = {"max_tokens": 430, "ignore_eos": True, "stream": True}
 def settings(path, **changes):
     """Settings of a small engine; float32, because outputs are compared with transformers'."""
     args = {"kv-cache-memory-bytes": "32M"}
-    return EngineSettings(
-        model=str(path), secret=SECRET, rank=3, dtype="float32", max_context=512, slots=4, **{"args": args, **changes}
-    )
+    own = {"rank": 3, "dtype": "float32", "max_context": 512, "slots": 4, "args": args}
+    return EngineSettings(model=str(path), secret=SECRET, **{**own, **changes})
 
 
 class Engine:
@@ -47,10 +46,13 @@ class Engine:
         self.log = log
         self.loop = asyncio.new_event_loop()
         self.epoch = 0
-        self.process = self.run(EngineProcess.start(settings(path), log))
+        self.process = self.run(EngineProcess.start(self.settings(), log))
         self.stages = []
         self.run(self.process.ready(180, self.stages.append))
         self.session = self.run(self._session())
+
+    def settings(self):
+        return settings(self.path)
 
     async def _session(self):
         return aiohttp.ClientSession(headers={"Authorization": f"Bearer {SECRET}"})
