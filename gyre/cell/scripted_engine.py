@@ -22,7 +22,7 @@ Message = dict[str, Any]
 class ScriptedAnswer(Answer):
     """A line of the script, as far as the request lets it be said."""
 
-    piece_tokens = 16
+    piece_tokens = 8
 
     def __init__(self, asked: Asked, line: Line) -> None:
         """Lay the answer out.
