@@ -50,7 +50,8 @@ def headers(secret: str, execution: int, route: Route) -> dict[str, str]:
     }
 
 
-async def _raise_for(response: aiohttp.ClientResponse) -> None:
+async def raise_for(response: aiohttp.ClientResponse) -> None:
+    """Raise what an engine's answer other than 200 means to a request."""
     body = await response.content.read(_MAX_ERROR)
     if response.status == 409:
         try:
@@ -119,7 +120,7 @@ async def stream(
             route.url + path, data=body, headers={**request_headers, "Content-Type": "application/json"}
         ) as response:
             if response.status != 200:
-                await _raise_for(response)
+                await raise_for(response)
             admitted(response.headers)
             async for block in _blocks(response.content):
                 name, data = _event(block)
