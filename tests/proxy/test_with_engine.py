@@ -42,7 +42,7 @@ class Place:
         self.proxy = await Child.spawn(
             "proxy", [sys.executable, "-m", "gyre.proxy.server"], self.tmp_path / "proxy.log"
         )
-        started = await self.proxy.call("start", secret=SECRET, max_context=512, tokenizer=model)
+        started = await self.proxy.call("start", secret=SECRET, max_context=512)
         self.url = f"http://127.0.0.1:{started['port']}/v1/chat/completions"
         for rank in (0, 1):
             await self.open(rank)

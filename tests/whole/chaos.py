@@ -57,9 +57,7 @@ class World:
         self.proxy = await Child.spawn(
             "proxy", [sys.executable, "-m", "gyre.proxy.server"], self.directory / "proxy.log"
         )
-        started = await self.proxy.call(
-            "start", 60, secret=SECRET, max_context=MAX_CONTEXT, tokenizer=str(self.model), model="tiny"
-        )
+        started = await self.proxy.call("start", 60, secret=SECRET, max_context=MAX_CONTEXT, model="tiny")
         self.url = f"http://127.0.0.1:{started['port']}"
         await asyncio.gather(*(self.start_engine(rank) for rank in self.ranks))
         for rank in self.ranks:
