@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,6 +108,7 @@ class History:
     _nodes: OrderedDict[int, Node] = field(default_factory=OrderedDict)  # by serial; used last comes last
     _steps: dict[bytes, dict[str, Node]] = field(default_factory=dict)  # by chain, then by reasoning; newest last
     _asked: dict[bytes, int] = field(default_factory=dict)  # nodes by the chain they answer
+    _recent: deque[Node] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _serial: int = 0
 
     def __len__(self) -> int:
@@ -146,7 +147,7 @@ class History:
         """A node whose ids the prompt begins with, as far as the number says: `node`, or the best of recent ones."""
         best, shared = None, 0
         candidates = [node] if node is not None else []
-        candidates += [self._nodes[serial] for serial, _ in zip(reversed(self._nodes), range(_RECENT), strict=False)]
+        candidates += [recent for recent in reversed(self._recent) if recent.serial in self._nodes]
         for candidate in candidates:
             length = shared_length(candidate.sequence(), prompt)
             if length > shared:
@@ -182,6 +183,7 @@ class History:
             alike[node.reasoning] = node
             self._asked[asked] = self._asked.get(asked, 0) + 1
         self._nodes[node.serial] = node
+        self._recent.append(node)
         self.ids += len(node.tail)
         self._touch([node])
         while len(self._nodes) > self.max_nodes or self.ids > self.max_ids:

@@ -4,9 +4,12 @@ from array import array
 
 import pytest
 
-from gyre.proxy import chat
-from gyre.proxy.chat import BadRequest, Choice, parse
+from gyre.proxy import answer, chat
+from gyre.proxy.answer import Choice, Differs
+from gyre.proxy.chat import BadRequest, Progress, parse
 from gyre.proxy.recorder import Span
+from gyre.proxy.sound import Unsound
+from gyre.splice import Extension, History
 
 ASK = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -20,7 +23,11 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
         ({"response_format": {"type": "text"}, "stream_options": None}, True),
         ({"frequency_penalty": 1}, False),
         ({"n": 2}, False),
-        ({"tools": [{}]}, False),
+        ({"tools": [{}]}, True),
+        ({"tools": [{}], "tool_choice": "auto", "include_reasoning": False}, True),
+        ({"tools": [{}], "tool_choice": "required"}, False),
+        ({"tools": [{"function": {"name": "f", "strict": True}}]}, False),
+        ({"vllm_xargs": {"a": 1}}, False),
         ({"response_format": {"type": "json_object"}}, False),
         ({"structured_outputs": {"regex": "a"}}, False),
         ({"bad_words": ["x y"]}, False),
@@ -29,7 +36,6 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
 )
 def test_what_can_be_continued(extra, continuable):
     assert parse({**ASK, **extra}).continuable is continuable
-    assert not parse({**ASK, **extra}, parsed=True).continuable
 
 
 @pytest.mark.parametrize(
@@ -60,18 +66,62 @@ def test_what_can_be_trained_on(extra, masked):
 
 
 def test_nothing_is_left_to_an_engines_defaults():
-    body = chat.first_leg(parse({**ASK, "model": "m", "stream_options": {"include_usage": True}, "top_k": None}))
+    body = chat.leg(parse({**ASK, "model": "m", "stream_options": {"include_usage": True}, "top_k": None}), Progress())
     assert body["temperature"] == 1.0 and body["top_p"] == 1.0 and body["top_k"] == 0 and body["min_p"] == 0.0
     assert body["stream"] and body["logprobs"] and body["return_token_ids"] and body["top_logprobs"] == 0
     assert "model" not in body and "stream_options" not in body
 
 
-def test_a_continuation_has_the_room_that_is_left():
-    prompt, kept = array("i", [1, 2, 3]), array("i", [4, 5])
-    body = chat.continuation(parse({**ASK, "max_tokens": 10, "min_tokens": 3}), prompt, kept, 100)
-    assert body["prompt"] == [1, 2, 3, 4, 5] and body["max_tokens"] == 8 and body["min_tokens"] == 1
-    assert chat.continuation(parse(ASK), prompt, kept, 100)["max_tokens"] == 95
-    assert chat.continuation(parse({**ASK, "max_tokens": 500}), prompt, kept, 100)["max_tokens"] == 95
+def test_what_is_no_clients_to_say_is_not_passed_on():
+    mine = {"vllm_xargs": {"gyre": "x", "other": 1}, "kv_transfer_params": {"gyre": {"address": "elsewhere"}}}
+    body = chat.leg(parse({**ASK, **mine}), Progress())
+    assert body["vllm_xargs"] == {"other": 1} and "kv_transfer_params" not in body
+    body = chat.leg(parse({**ASK, **mine}), Progress(prompt=array("i", [1]), handoff={"address": "a"}))
+    assert Extension.decode(body["vllm_xargs"]["gyre"]).prompt.tolist() == [1] and body["vllm_xargs"]["other"] == 1
+    assert body["kv_transfer_params"] == {"gyre": {"address": "a"}}
+
+
+def test_a_further_leg_is_the_same_request_with_what_it_has_become():
+    asked = parse({**ASK, "max_tokens": 10, "min_tokens": 3, "seed": 7})
+    first = chat.leg(asked, Progress(history=History(array("i", [1, 2]), 1, (1, "d"), ("x",))))
+    assert Extension.decode(first.pop("vllm_xargs")["gyre"]).history.sequence.tolist() == [1, 2]
+    body = chat.leg(asked, Progress(prompt=array("i", [1, 2, 3]), kept=array("i", [4, 5])))
+    extension = Extension.decode(body.pop("vllm_xargs")["gyre"])
+    assert extension.prompt.tolist() == [1, 2, 3] and extension.kept.tolist() == [4, 5] and extension.history is None
+    assert body.pop("seed") != first.pop("seed") == 7 and body == first
+
+
+PLAIN = {"prompt": "once"}
+
+
+@pytest.mark.parametrize("prompt", ["once", "", [1, 2], ["once"], [[1, 2]]])
+def test_a_plain_completion_has_one_prompt(prompt):
+    asked = chat.parse_completion({"prompt": prompt, "logprobs": 0, "n": 2, "best_of": 2, "echo": False})
+    assert not asked.is_chat and asked.logprobs and asked.path == "/v1/completions" and asked.choices == 2
+    body = chat.leg(asked, Progress())
+    assert body["prompt"] in (prompt, prompt[:1] and prompt[0]) and body["logprobs"] == 0 and "best_of" not in body
+    assert chat.parse_completion({"prompt": prompt}).continuable
+
+
+@pytest.mark.parametrize(
+    "extra, word",
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": "all"}, "logprobs"),
+        ({"n": 99}, "n must"),
+    ],
+)
+def test_completions_that_could_not_be_recorded_are_refused(extra, word):
+    with pytest.raises(BadRequest, match=word):
+        chat.parse_completion({**PLAIN, **extra})
 
 
 def test_tool_calls_come_in_pieces():
@@ -87,23 +137,84 @@ def test_tool_calls_come_in_pieces():
         choice.merge(delta)
     choice.finish("tool_calls")
     choice.sample(Span(0, 0, 0), [1, 2], [-0.5, -0.25])
-    answer = chat.response(parse({**ASK, "return_token_ids": True}), {"id": "i"}, array("i", [7]), [choice])
-    message = answer["choices"][0]["message"]
+    given = answer.response(parse({**ASK, "return_token_ids": True}), {"id": "i"}, array("i", [7]), [choice])
+    message = given["choices"][0]["message"]
     assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]] == [
         ("a", "f", '{"x": 1}'),
         ("b", "g", "{}"),
     ]
-    assert message["reasoning"] == "hm" and answer["choices"][0]["token_ids"] == [1, 2]
-    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-
-
-def test_completions_logprobs_become_chats():
-    piece = {"logprobs": {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"b": -0.1, "a": -0.5}]}}
-    values, entries = chat.completion_logprobs(piece, 1)
-    assert values == [-0.5] and entries[0]["token"] == "a" and entries[0]["bytes"] == [97]
-    assert [top["token"] for top in entries[0]["top_logprobs"]] == ["b"]
+    assert message["reasoning"] == "hm" and given["choices"][0]["token_ids"] == [1, 2]
+    assert given["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 
 
 def test_a_bad_request_says_what_is_bad():
     with pytest.raises(BadRequest, match="temperature"):
         parse({**ASK, "temperature": []})
+
+
+CALL = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+def resumed(*deltas):
+    """A choice of which these deltas were shown, with one token, before another engine began."""
+    choice = Choice()
+    choice.sample(Span(0, 0, 0), [5], [-0.5])
+    for delta in deltas:
+        choice.merge(delta)
+    choice.begin_leg(shown=True)
+    return choice
+
+
+def arguments(text):
+    return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+
+
+def test_only_what_goes_beyond_what_was_shown_is_shown():
+    choice = resumed({"reasoning": "hm", "content": "so"}, {"tool_calls": [CALL]}, arguments('{"x'))
+    assert choice.sample(Span(1, 0, 0), [5, 6], [0.0, -0.25]) == 1
+    assert choice.merge({"reasoning": "h"}) == {} and choice.merge({"reasoning": "m, yes"}) == {"reasoning": ", yes"}
+    assert choice.merge({"content": "so be"}) == {"content": " be"}
+    assert choice.merge({"tool_calls": [{**CALL, "id": "b"}]}) == {}
+    assert choice.merge(arguments('{"x": 1')) == arguments('": 1')
+    assert choice.again is None, "from here on it is passed on as it comes"
+    assert choice.merge({"tool_calls": [{**CALL, "index": 1, "id": "c"}]}) == {
+        "tool_calls": [{**CALL, "index": 1, "id": "c"}]
+    }
+    choice.finish("tool_calls")
+    assert [call["id"] for call in choice.message["tool_calls"]] == ["a", "c"]
+    assert choice.sampled.tolist() == [5, 6] and choice.logprobs.tolist() == [-0.5, -0.25]
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": "No"},
+        {"reasoning": "oh"},
+        {"tool_calls": [{**CALL, "function": {"name": "g", "arguments": ""}}]},
+        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1"}}]},
+    ],
+)
+def test_what_was_shown_is_never_taken_back(delta):
+    choice = resumed({"reasoning": "hm", "content": "so"}, {"tool_calls": [CALL]}, arguments('{"x'))
+    choice.sample(Span(1, 0, 0), [5], [0.0])
+    with pytest.raises(Differs):
+        choice.merge(delta)
+
+
+def test_an_answer_that_ends_before_what_was_shown_may_lack_white_space_only():
+    choice = resumed({"content": "so\n"})
+    choice.sample(Span(1, 0, 0), [5], [0.0])
+    assert choice.merge({"content": "so"}) == {}
+    choice.finish("stop")
+    choice = resumed({"content": "so it is"})
+    choice.sample(Span(1, 0, 0), [5], [0.0])
+    choice.merge({"content": "so"})
+    with pytest.raises(Differs):
+        choice.finish("stop")
+
+
+def test_other_tokens_than_those_kept_are_no_answer():
+    with pytest.raises(Unsound):
+        resumed().sample(Span(1, 0, 0), [6], [0.0])
+    with pytest.raises(Unsound):
+        resumed().finish("stop")

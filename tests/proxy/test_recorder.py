@@ -6,7 +6,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.proxy.recorder import CallRecord, Recorder, Span, read_records, shared_length
+from gyre.proxy.history import History
+from gyre.proxy.recorder import CallRecord, Recorder, Span, read_records
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 
@@ -20,37 +21,40 @@ def record(prompt, sampled):
         sampling={"temperature": 0.5, "stop": ["é"]},
         trainable=True,
         finish_reason="stop",
-        extra={"a": 1},
+        rendered=(3, "ab"),
     )
 
 
+def append(recorder, history, one):
+    """As an execution does."""
+    node, shared = near = history.nearest(one.prompt)
+    call = recorder.append(one, node.call if node else -1, shared)
+    history.add(call, one.prompt + one.sampled, len(one.sampled), near)
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(ids, ids), max_size=14))
-def test_round_trip(tmp_path_factory, calls):
+@given(st.lists(st.tuples(ids, ids), max_size=14), st.integers(1, 5), st.integers(1, 40))
+def test_round_trip(tmp_path_factory, calls, nodes, held):
     path = tmp_path_factory.mktemp("records") / "r"
-    recorder = Recorder(path)
+    recorder, history = Recorder(path), History(nodes, held)
     written = [record(*call) for call in calls]
     for one in written:
-        recorder.append(one)
+        append(recorder, history, one)
+        assert len(history) <= nodes and history.ids <= held
     recorder.close()
     recorder.close()
     assert [dataclasses.asdict(r) for r in read_records(path)] == [dataclasses.asdict(r) for r in written]
 
 
-@given(ids, ids)
-def test_shared_length(a, b):
-    length = shared_length(array("i", a), array("i", b))
-    assert a[:length] == b[:length] and (length == min(len(a), len(b)) or a[length] != b[length])
-
-
 def test_a_conversation_grows_by_its_new_tokens_only(tmp_path):
-    recorder = Recorder(tmp_path / "r")
+    recorder, known = Recorder(tmp_path / "r"), History()
     history: list[int] = []
     for _ in range(50):
         history += range(1000)
-        recorder.append(record(history, [5] * 10))
+        append(recorder, known, record(history, [5] * 10))
         history += [5] * 10
     recorder.close()
+    assert known.ids == len(history)
     assert (tmp_path / "r").stat().st_size < 50 * (1000 * 4 + 10 * 8 + 500)
     assert read_records(tmp_path / "r")[-1].prompt.tolist() == history[:-10]
 
