@@ -8,6 +8,7 @@ on after them. So text, stop strings, tool calls and reasoning need nothing of o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncGenerator
@@ -29,6 +30,7 @@ from gyre.cell.gate import prompt_notes
 from gyre.splice import ARGUMENT, Extension, resolve
 
 _KEPT = "gyre_kept"  # among a request's extra arguments, from `Inputs` to `Engine`: the known tokens of its answer
+_AT_ONCE = 256  # known tokens between two turns of other requests
 _SHOWN = "gyre_shown"  # on the output of known tokens: the outputs before it
 
 
@@ -37,22 +39,19 @@ class Inputs(InputProcessor):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._ends = self._turn_ends()
-
-    def _turn_ends(self) -> frozenset[int]:
-        """Tokens that end a turn of this model."""
         ends = self.generation_config_fields.get("eos_token_id")
-        found = {self.renderer.get_eos_token_id(), *(ends if isinstance(ends, list) else [ends])}
-        return frozenset(found - {None})
+        named = {self.renderer.get_eos_token_id(), *(ends if isinstance(ends, list) else [ends])}
+        self._ends = frozenset(named - {None})  # tokens that end a turn of this model
 
     def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> EngineCoreRequest:
         """Check a request as vLLM does, but with the prompt that it has by its extension; says what came of that."""
-        if not isinstance(params, SamplingParams) or not isinstance(prompt, dict) or prompt.get("type") != "token":
+        kind = prompt.get("type") if isinstance(prompt, dict) else None
+        if not isinstance(params, SamplingParams) or kind not in ("token", "multimodal"):
             return super().process_inputs(request_id, prompt, params, *args, **more)
         params, extension = _extension(params)
-        ids, note = resolve(
-            prompt["prompt_token_ids"], extension, self._ends_of(params), self.renderer.tokenizer.decode
-        )
+        if kind == "multimodal":  # what its placeholders stand for belongs to the rendering
+            extension = Extension(kept=extension.kept)
+        ids, note = resolve(prompt["prompt_token_ids"], extension, self._ends_of(params), self._decode)
         if note.spliced:
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
             params = self._fitting(params, len(ids))
@@ -66,10 +65,18 @@ class Inputs(InputProcessor):
             notes.append(note)
         return request
 
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids as answers are given it: special tokens included, nothing cleaned up."""
+        tokenizer = self.renderer.get_tokenizer()
+        if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            return fast.decode(ids, skip_special_tokens=False)
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     def _ends_of(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a turn, those included that a request names, if they are not ordinary text."""
-        named = params.stop_token_ids or ()
-        return self._ends | {token for token in named if token in self.renderer.tokenizer.added_tokens_decoder}
+        if not params.stop_token_ids:
+            return self._ends
+        return self._ends | {*params.stop_token_ids} & {*self.renderer.get_tokenizer().get_added_vocab().values()}
 
     def _fitting(self, params: SamplingParams, length: int) -> SamplingParams:
         """The same with room for no more tokens than a prompt of `length` leaves; vLLM has counted the rendering."""
@@ -126,25 +133,28 @@ class Engine(AsyncLLM):
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != _KEPT} or None
         self.check_admission(request_id=request.request_id)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
-        self._replay(request, kept, queue)
-        state = self.output_processor.request_states.get(request.request_id)
-        if state is None:  # they end the answer
-            return
-        state.is_prefilling = True  # what the core has cached, and when its first token comes, is still to be counted
-        await self.engine_core.add_request_async(_continued(request, kept))
+        try:
+            await self._replay(request, kept, queue)
+            state = self.output_processor.request_states.get(request.request_id)
+            if state is not None:  # they do not end the answer
+                state.is_prefilling = True  # what is cached of the prompt, and when a token comes, is still to be seen
+                await self.engine_core.add_request_async(_continued(request, kept))
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
 
-    def _replay(self, request: EngineCoreRequest, kept: list[int], queue: RequestOutputCollector) -> None:
+    async def _replay(self, request: EngineCoreRequest, kept: list[int], queue: RequestOutputCollector) -> None:
         """Have the known tokens go the way of sampled ones; what comes of the last is in the queue, with the others."""
         params = request.sampling_params
         assert params is not None and request.prompt_token_ids is not None
         room = self.model_config.max_model_len - len(request.prompt_token_ids)
         count, finish, stop = _ending(params, kept, room)
-        size = 1 if self.by_token and params.output_kind == RequestOutputKind.DELTA else count
+        size = 1 if self.by_token and params.output_kind == RequestOutputKind.DELTA else _AT_ONCE
         shown: list[RequestOutput] = []
         for start in range(0, count, size):
             if (output := queue.get_nowait()) is not None:
                 shown.append(output)
-            tokens, last = kept[start : start + size], start + size >= count
+            tokens, last = kept[start : min(start + size, count)], start + size >= count
             output = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=tokens,
@@ -153,8 +163,10 @@ class Engine(AsyncLLM):
                 stop_reason=stop if last else None,
             )
             self.output_processor.process_outputs([output])
-            if not self.output_processor.has_request(request.request_id):  # a stop string
+            if not self.output_processor.has_request(request.request_id):  # a stop string, or a client that left
                 break
+            if (start + size) % _AT_ONCE == 0:
+                await asyncio.sleep(0)
         if queue.output is None and shown:
             queue.put(shown.pop())
         if queue.output is not None:
@@ -171,9 +183,11 @@ async def _with_replay(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
                 held = [*known] if output.finished else [*known, output]
                 if not output.finished:
                     continue
-            for earlier in held:
+            for number, earlier in enumerate(held, 1):
                 earlier.num_cached_tokens = output.num_cached_tokens
                 yield earlier
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             held = []
             yield output
 
