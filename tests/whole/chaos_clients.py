@@ -55,11 +55,9 @@ def question(rng: random.Random, last: str) -> dict:
     if letters and rng.random() < 0.2:
         body |= {"stop": [rng.choice(letters)], "include_stop_str_in_output": rng.random() < 0.5}
     kind = rng.random()
-    if kind < 0.12:
-        body["tools"] = [LOOK]
-    elif kind < 0.16:
+    if kind < 0.04:
         body["presence_penalty"] = 0.5
-    elif kind < 0.20:
+    elif kind < 0.08:
         body |= {"n": 2, "temperature": 1.0}
     return body
 
@@ -74,13 +72,14 @@ class Client:
         self._rng = rng
         self._messages: list[dict] = []
         self._last = ""
+        self._tools = {"tools": [LOOK]} if rng.random() < 0.3 else {}
 
     async def turn(self) -> list[Told]:
         """Say something; returns the whole answer, a `Told` for each choice."""
         rng = self._rng
         words = f"say {rng.choice(CUES) * rng.randint(3, 12)} {rng.randrange(1000)}"
         self._messages.append({"role": "user", "content": words})
-        body = question(rng, self._last) | {"messages": self._messages, "model": "tiny"}
+        body = question(rng, self._last) | {"messages": self._messages, "model": "tiny"} | self._tools
         told = [Told(body) for _ in range(body.get("n", 1))]
         async with self._session.post(self._url, json=body, headers=self._headers) as response:
             assert response.status == 200, (response.status, await response.text())

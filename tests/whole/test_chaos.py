@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -65,6 +66,10 @@ def settle(n: int, told: list[list[Told]], counts: dict, records: list[CallRecor
         assert record.finish_reason == one.finish
         assert sum(span.tokens for span in record.spans) == len(record.sampled)
         harvest.answers.append((one, record))
+    first = [records[sum(map(len, told[:turn]))] for turn in range(len(told))]  # a client goes on from its first choice
+    for before, after in pairwise(first):
+        if after.spliced:
+            assert after.prompt[: len(before.prompt) + len(before.sampled)] == before.prompt + before.sampled
     for choices in told:
         if usage := choices[0].usage:
             assert usage["completion_tokens"] == sum(len(one.tokens) for one in choices)
@@ -96,7 +101,8 @@ async def chaos(world: World, seconds: float, crashes: int) -> Harvest:
             for task in (*asked, *driving):
                 task.cancel()
             await asyncio.gather(*asked, *driving, return_exceptions=True)
-    assert await world.proxy.call("totals", 60) == {"executions": 0, "requests": 0, "held": 0}
+    totals = await world.proxy.call("totals", 60)
+    assert not any(totals[name] for name in ("executions", "requests", "held")), totals
     return harvest
 
 
@@ -202,8 +208,10 @@ async def scenario(world: World, seconds: float, crashes: int) -> tuple[Harvest,
 def show(harvest: Harvest, figures: dict, world: World) -> None:
     counts, moved = harvest.counts, sum(len(record.spans) > 1 for _, record in harvest.answers)
     told = {name: counts[name] for name in ("rerouted", "continued", "restarted", "tokens")}
+    kept = {name: counts[name] for name in ("spliced", "drifted", "drift_tokens", "forked")}
     print(f"\nchaos: {harvest.requests} requests of {world.executions} executions: {json.dumps(told)}")
     print(f"  {moved} answers by more than one engine or version, most by {most_spans(harvest)} in turn")
+    print(f"  histories: {json.dumps(kept)}; {sum(bool(told.calls) for told, _ in harvest.answers)} answers call tools")
     print(f"  acts: {json.dumps(dict(world.done))}; policy versions {json.dumps(dict(world.policies))}")
     print(
         f"  greedy: {figures['greedy']} compared, {figures['equal']} equal to the end, the others to a tie; "
