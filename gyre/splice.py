@@ -68,7 +68,10 @@ def unpack(text: Any) -> array[int]:
 
 
 def _object(text: str, known: set[str]) -> dict[str, Any]:
-    value = json.loads(text) if isinstance(text, str) else None
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+    except RecursionError:
+        raise ValueError("must not be nested so deeply") from None
     if not isinstance(value, dict) or not set(value) <= known:
         raise ValueError(f"must be a JSON object of {', '.join(sorted(known))}")
     return value

@@ -159,7 +159,17 @@ def test_the_wire_carries_it_all(sequence, kept, prompt, texts):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "null", "{", '{"unknown": 1}', '{"prompt": 3}', '{"prompt": null}', '{"kept": "AAA"}'),
+        *(
+            "[" * 100_000,
+            "",
+            "[]",
+            "null",
+            "{",
+            '{"unknown": 1}',
+            '{"prompt": 3}',
+            '{"prompt": null}',
+            '{"kept": "AAA"}',
+        ),
         *('{"kept": "AAAA"}', '{"kept": "/////w=="}', '{"history": 1}', '{"history": {}}', '{"history": {"more": 1}}'),
         '{"history": {"sequence": "", "answer": 1, "rendered": [0, ""]}}',
         '{"history": {"sequence": "", "answer": 0, "rendered": [0, 1]}}',
