@@ -160,6 +160,17 @@ class ServingConfig(_Section):
 
     max_lag: int = Field(2, ge=1, description="An engine more than this many policy versions behind is unrouted.")
     request_timeout: float = Field(1800.0, gt=0, description="Seconds one model request may take, holds included.")
+    kv_handoff: bool = Field(
+        False,
+        description="An engine that leaves rollout hands its KV blocks to the engines that go on; false: they compute "
+        "them again.",
+    )
+    kv_transport: Literal["auto", "shared", "socket"] = Field(
+        "auto",
+        description="How KV blocks get from engine to engine; auto: shared memory on one host, a socket between hosts.",
+    )
+    kv_limit_mib: int = Field(4096, ge=1, description="Most host memory that one engine's handed-off KV takes, in MiB.")
+    kv_timeout: float = Field(30.0, gt=0, description="Seconds after which KV blocks that nobody took are dropped.")
 
 
 class ElasticConfig(_Section):
@@ -344,6 +355,10 @@ class Config(_Section):
         """Refuse kinds that compute nothing where real ones would meet what they leave out."""
         kinds = {"engine.kind": self.engine.kind, "train.kind": self.train.kind}
         real = {name for name, kind in kinds.items() if kind in ("vllm", "deepspeed")}
+        if self.serving.kv_handoff and "engine.kind" not in real:
+            raise ValueError(
+                f"engine.kind {self.engine.kind} has no KV cache to hand off; set serving.kv_handoff=false"
+            )
         if "engine.kind" in real and "train.kind" not in real:
             raise ValueError(
                 "train.kind timed learns nothing, so a real engine would serve what no loss has shaped; "

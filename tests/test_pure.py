@@ -19,6 +19,7 @@ MUST_BE_PURE = {
     "gyre.errors",
     "gyre.events",
     "gyre.splice",
+    "gyre.cell.kv_index",
     "gyre.cell.machine",
     "gyre.cell.stand_in_request",
     "gyre.cell.stand_in_script",

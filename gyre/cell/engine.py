@@ -18,11 +18,14 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gyre.cell.engine_process import remove_segments, shared_segments
 from gyre.child import die_with_parent
 from gyre.errors import EXIT_FAULT, EXIT_OK, EXIT_USER, GyreError, UserError
+
+if TYPE_CHECKING:
+    from gyre.cell.kv_source import Source
 
 log = logging.getLogger("gyre.engine")
 
@@ -145,6 +148,33 @@ def server_flags(settings: Any) -> list[str]:
     return flags({**args, **own})
 
 
+def kv_source(settings: Any) -> Source | None:
+    """The giving side of KV handoffs, where they are configured; without, nothing of it is loaded."""
+    if settings.kv is None:
+        return None
+    from gyre.cell.kv_source import Source
+
+    return Source(settings.secret, settings.kv["timeout"])
+
+
+def kv_flags(settings: Any, source: Source | None) -> list[str]:
+    """Flags, and the environment, by which vLLM has the connector of a KV handoff.
+
+    Raises:
+        UserError: the configuration's own flags have a connector too.
+    """
+    if source is None:
+        return []
+    from gyre.cell.kv_connector import transfer_config
+    from gyre.cell.kv_scheduler import KEY_VARIABLE
+
+    if "kv-transfer-config" in {key.replace("_", "-") for key in settings.args}:
+        raise UserError("serving.kv_handoff has a connector of its own; remove engine.args.kv-transfer-config")
+    os.environ[KEY_VARIABLE] = settings.secret
+    config = transfer_config(source.path, settings.kv["transport"], settings.kv["limit"])
+    return flags({"kv-transfer-config": config})
+
+
 _TAGS = {"weights": "weights", "kv": "kv_cache"}  # kinds of memory, and what vLLM calls them
 
 
@@ -254,6 +284,22 @@ class VllmControl:
         return self._engine.get_num_unfinished_requests()
 
 
+class KvCore:
+    """What a KV handoff asks of vLLM (`gyre.cell.kv_source.Core`)."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.shards: int = engine.vllm_config.parallel_config.world_size
+
+    async def plan(self) -> None:
+        """Reach the connector's scheduler side: a reset of its cache is the one call that vLLM passes on to it."""
+        await self._engine.reset_prefix_cache(reset_connector=True)
+
+    async def export(self, plan: str, shards: list[str], generation: int, policy: int) -> None:
+        """Have the workers copy blocks out."""
+        await self._engine.collective_rpc("gyre_kv_export", args=(plan, shards, generation, policy))
+
+
 def load_libraries() -> None:
     """Import what an engine needs: nearly all of its start. A CPU engine may be forked from a process that did this."""
     import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
@@ -275,7 +321,9 @@ async def _serve(settings: Any, parent: Parent) -> int:
     from gyre.cell.engine_requests import Engine
     from gyre.cell.gate import Gate
 
-    args = make_arg_parser(FlexibleArgumentParser(prog="engine.args")).parse_args(server_flags(settings))
+    kv = kv_source(settings)
+    words = server_flags(settings) + kv_flags(settings, kv)
+    args = make_arg_parser(FlexibleArgumentParser(prog="engine.args")).parse_args(words)
     try:
         validate_parsed_serve_args(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -296,18 +344,24 @@ async def _serve(settings: Any, parent: Parent) -> int:
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         control = VllmControl(engine, settings)
-        gate = Gate(app, secret=settings.secret, rank=settings.rank, control=control)
+        if kv is not None:
+            kv.attach(KvCore(engine))
+        gate = Gate(app, secret=settings.secret, rank=settings.rank, control=control, kv=kv)
         options = {"access_log": False, "log_level": "warning", "timeout_graceful_shutdown": 1}
         server = uvicorn.Server(uvicorn.Config(gate, timeout_keep_alive=300, **options))
         app.state.server = server  # vLLM's handlers of fatal errors stop it
-        return await _run(server, sock, engine, parent, settings)
+        url = f"http://{settings.host}:{sock.getsockname()[1]}"
+        words = {"url": url} | ({} if kv is None else {"kv": kv.address(url)})
+        return await _run(server, sock, engine, parent, words)
     finally:
+        if kv is not None:
+            kv.close()
         engine.shutdown(timeout=SHUTDOWN_SECONDS if settings.gpus else 0)
         sock.close()
 
 
-async def _run(server: Any, sock: socket.socket, engine: Any, parent: Parent, settings: Any) -> int:
-    """Serve until SIGTERM, or until vLLM's core is dead."""
+async def _run(server: Any, sock: socket.socket, engine: Any, parent: Parent, words: dict[str, str]) -> int:
+    """Serve until SIGTERM, or until vLLM's core is dead; `words` are said when it can be reached."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 
@@ -320,7 +374,7 @@ async def _run(server: Any, sock: socket.socket, engine: Any, parent: Parent, se
         while not server.should_exit:
             if server.started and not ready.is_set():
                 ready.set()
-                parent.say("ready", url=f"http://{settings.host}:{sock.getsockname()[1]}", pid=os.getpid())
+                parent.say("ready", **words, pid=os.getpid())
             if engine.errored:
                 log.error("vLLM's engine core is dead")
                 end(EXIT_FAULT)

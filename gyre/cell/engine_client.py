@@ -40,7 +40,8 @@ class EngineSettings:
     `scratch` is a node-local directory. `fork_server` is a name that this run's engines on a node have in common: on
     CPUs they are then forks of one process that has imported vLLM (also where GYRE_ZYGOTE has the address of one).
     `timed` is how fast an engine without a model is (`gyre.config.TimedEngineConfig`); None for vLLM. `scripted` is the
-    file of the answers that it replays; None for a timed one.
+    file of the answers that it replays; None for a timed one. `kv` is how KV blocks are handed off:
+    `transport`, `limit` in bytes, `timeout` in seconds; None where they are not.
     """
 
     model: str
@@ -60,6 +61,7 @@ class EngineSettings:
     env: dict[str, str] = field(default_factory=dict)
     timed: dict[str, float] | None = None
     scripted: str | None = None
+    kv: dict[str, Any] | None = None
 
     @property
     def program(self) -> str:
@@ -105,6 +107,7 @@ class EngineProcess:
         self.settings = settings
         self.log_path = log_path
         self.url = ""
+        self.kv: str | None = None  # where it leaves KV blocks for other engines
         self._process: engine_process.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -168,7 +171,7 @@ class EngineProcess:
             while line := await reader.readline():
                 event = json.loads(line)["event"]
                 if event["type"] == "ready":
-                    self.url = event["url"]
+                    self.url, self.kv = event["url"], event.get("kv")
                     self._segments = await asyncio.to_thread(engine_process.shared_segments, self.pid)
                     if not self._ready.done():
                         self._ready.set_result(None)
@@ -305,6 +308,10 @@ class EngineProcess:
         """{state, epoch, policy, live, unfinished, parked, requests, tokens, busy_seconds}."""
         return await self._call("GET", "status")
 
+    async def export(self, timeout: float = CALL_SECONDS) -> Message:
+        """Copy out the KV blocks that other engines may want, after a `close`; returns {blocks, bytes, seconds}."""
+        return await self._call("POST", "export", timeout)
+
     async def sleep(self) -> Message:
         """Release weights and KV memory."""
         return await self._call("POST", "sleep", LOAD_SECONDS)
@@ -324,5 +331,5 @@ class EngineProcess:
         return await self._call("POST", "load", timeout, path=str(path), checksum=checksum, snapshot=snapshot)
 
     async def memory(self) -> Message:
-        """{bytes: {weights, kv}, rss, pss} in bytes, over all of the engine's processes."""
+        """{bytes: {weights, kv}, rss, pss} in bytes, over all of the engine's processes; with handoffs also handoff."""
         return await self._call("GET", "memory")

@@ -152,6 +152,12 @@ class Weights:
     def gyre_loaded(self) -> None:
         """Finish a load; a hook for worker classes."""
 
+    def gyre_kv_export(self, plan: str, shards: list[str], generation: int, policy: int) -> None:
+        """Copy planned KV blocks to this worker's shard; see `gyre.cell.kv_connector`."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().export(plan, shards, generation, policy)
+
     def gyre_memory(self) -> dict[str, int]:
         """Bytes of weights and KV cache that this worker holds at this moment, and its process id."""
         weights = sum(s.nbytes() for s in _storages(iter(self.gyre_parameters())))

@@ -21,11 +21,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gyre.cell.gate_answer import Answer, Live, Message, Receive, Send, read_body, refuse, send_json
 from gyre.errors import GyreError, UserError, WeightsMismatch
 from gyre.splice import PromptNote
+
+if TYPE_CHECKING:
+    from gyre.cell.kv_source import Source
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +82,17 @@ class Conflict(GyreError):
 
 
 class Gate:
-    """ASGI application that wraps `app`; `secret` is the run's key and `rank` names this engine in answers."""
+    """ASGI application that wraps `app`; `secret` is the run's key and `rank` names this engine in answers.
 
-    def __init__(self, app: App, *, secret: str, rank: int, control: Control) -> None:
+    With `kv`, the KV blocks of what a closing gate cuts off are handed over to other engines.
+    """
+
+    def __init__(self, app: App, *, secret: str, rank: int, control: Control, kv: Source | None = None) -> None:
         self._app = app
         self._bearer = f"Bearer {secret}".encode()
         self._rank = rank
         self._control = control
+        self._kv = kv
         self.state = "closed"
         self.epoch = -1
         self.policy = -1
@@ -104,6 +111,7 @@ class Gate:
             ("POST", "/gyre/hold"): self._hold,
             ("POST", "/gyre/admit"): self._admit,
             ("POST", "/gyre/close"): self._close,
+            ("POST", "/gyre/export"): self._export,
             ("POST", "/gyre/sleep"): self._sleep,
             ("POST", "/gyre/wake"): self._wake,
             ("POST", "/gyre/load"): self._load,
@@ -130,6 +138,8 @@ class Gate:
             await self._model_request(scope, headers, receive, send)
         elif method == "GET" and path in READ_PATHS:
             await self._app(scope, receive, send)
+        elif self._kv is not None and path.startswith("/gyre/kv/"):
+            await self._kv.http(method, path, receive, send)
         elif path.startswith("/gyre/"):
             await self._admin_request(method, path, headers, receive, send)
         else:
@@ -295,12 +305,19 @@ class Gate:
             raise Conflict("the gate cannot open under a new epoch with live requests; close it first")
         await self._control.resume()
         self.epoch, self.policy = epoch, policy
-        self._become("open")
+        self._opens()
         return self.status()
+
+    def _opens(self) -> None:
+        if self._kv is not None:
+            self._kv.serve(self.epoch, self.policy)
+        self._become("open")
 
     async def _hold(self) -> Message:
         if self.state == "closed":
             raise Conflict("the gate is closed; there is nothing to hold")
+        if self._kv is not None:
+            self._kv.hold()
         return await self._end_live("held")
 
     async def _admit(self, policy: int) -> Message:
@@ -308,18 +325,28 @@ class Gate:
             raise Conflict(f"the gate is {self.state}, not held")
         await self._control.resume()
         self.policy = policy
-        self._become("open")
+        self._opens()
         return self.status()
 
     async def _close(self) -> Message:
+        if self._kv is not None:
+            self._kv.pin()  # before the first request ends
         return await self._end_live("closed")
 
     def _demand_quiet(self, what: str) -> None:
         if self.state == "open" or self._live:
             raise Conflict(f"{what} needs a gate that is closed or held and has nothing live")
 
+    async def _export(self) -> Message:
+        if self._kv is None:
+            raise UserError("this engine hands no KV off; set serving.kv_handoff=true")
+        self._demand_quiet("export")
+        return await self._kv.export()
+
     async def _sleep(self) -> Message:
         self._demand_quiet("sleep")
+        if self._kv is not None:
+            await self._kv.settle()
         return await self._control.sleep()
 
     async def _wake(self, tags: list[str]) -> Message:
@@ -328,10 +355,15 @@ class Gate:
 
     async def _load(self, path: str, checksum: str | None = None, snapshot: int | None = None) -> Message:
         self._demand_quiet("load")
+        if self._kv is not None:
+            await self._kv.settle()
         return await self._control.load(path, checksum, snapshot)
 
     async def _memory(self) -> Message:
-        return await self._control.memory()
+        held = await self._control.memory()
+        if self._kv is not None:
+            held["bytes"] = held["bytes"] | {"handoff": self._kv.bytes}
+        return held
 
 
 async def _first(wait: Coroutine[Any, Any, Any], gone: asyncio.Future[Message]) -> None:

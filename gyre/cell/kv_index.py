@@ -1,11 +1,12 @@
 """What a KV block is worth: the tokens it stands for, as a chain of hashes that every engine computes alike. Pure.
 
 A block's key is a hash of the key of the block before it and of its own tokens, so one key stands for a whole prefix.
-The last block of a request is usually not full; its key is of the tokens that it has. A `Ledger` knows which key each
-block of an engine's cache holds at this moment: an entry is made when a block's tokens are all computed, and ends when
-the block is given to somebody else, whatever vLLM's own prefix cache knows of it.
+The last block of a request is usually not full; its key is of the tokens that it has. An `Index` has the tokens too, so
+that a block serves a request of which it holds only some: of what was sampled, not all has reached the client. A
+`Ledger` knows what each block of an engine's cache holds at this moment: an entry is made when a block's tokens are all
+computed, and ends when the block is given to somebody else, whatever vLLM's own prefix cache knows of it.
 
-What the ledger keeps true: a block whose entry says key k holds, in its first `count` positions, the keys and values of
+What the ledger keeps true: a block whose entry says key k holds, in its first positions, the keys and values of
 exactly the tokens that k was computed from. `plan` chooses what is moved, so that every block comes with all that
 precede it.
 """
@@ -13,7 +14,7 @@ precede it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -36,18 +37,23 @@ def extend(chain: list[bytes], tokens: Sequence[int], size: int, count: int) -> 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a block holds: `count` tokens, whose prefix is `key`, behind the prefix `parent`."""
+    """What a block holds: `tokens`, behind the prefix `parent`; `key` stands for all of it."""
 
     key: bytes
     parent: bytes
-    count: int
+    tokens: array[int]
+
+    @classmethod
+    def of(cls, parent: bytes, tokens: Sequence[int]) -> Entry:
+        """The entry of a block behind a prefix."""
+        return cls(key(parent, tokens), parent, array("i", tokens))
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A block to be moved; `leaf`: no other block of the plan is behind it, so whoever takes it has the whole prefix."""
+    """A block to be moved; `leaf`: no other one is behind it, so whoever takes it has the whole prefix."""
 
-    key: bytes
+    entry: Entry
     block: int
     leaf: bool
 
@@ -85,21 +91,21 @@ class Ledger:
         A prefix of which a block is missing is of no use from there on, and is left out.
         """
         by_key = {entry.key: (block, entry) for block, entry in self._entries.items()}
-        chosen: dict[bytes, int] = {}
+        chosen: dict[bytes, tuple[int, Entry]] = {}
         inner: set[bytes] = set()
         for entry in reversed(self._entries.values()):
             for block, member in self._path(entry, by_key, chosen):
                 if len(chosen) >= limit:
                     break
-                chosen[member.key] = block
+                chosen[member.key] = (block, member)
                 inner.add(member.parent)
             if len(chosen) >= limit:
                 break
-        return [Chosen(each, block, each not in inner) for each, block in chosen.items()]
+        return [Chosen(entry, block, entry.key not in inner) for block, entry in chosen.values()]
 
     @staticmethod
     def _path(
-        entry: Entry, by_key: Mapping[bytes, tuple[int, Entry]], chosen: Mapping[bytes, int]
+        entry: Entry, by_key: Mapping[bytes, tuple[int, Entry]], chosen: Container[bytes]
     ) -> list[tuple[int, Entry]]:
         """The blocks from the first that is not chosen yet to `entry`, or none where one of them is missing."""
         path: list[tuple[int, Entry]] = []
@@ -114,26 +120,49 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Match:
-    """The blocks of a prefix that were found: their slots in order, and the tokens they hold."""
+    """The blocks of a prefix that were found: their slots in order, and the tokens they hold of it."""
 
     slots: tuple[int, ...]
     tokens: int
 
 
-def match(index: Mapping[bytes, int], tokens: Sequence[int], size: int) -> Match:
-    """The longest prefix of `tokens` whose blocks of `size` tokens are all in `index`, which maps keys to slots.
+class Index:
+    """Blocks by what they hold, slot by slot; `size` is the tokens of a full one."""
 
-    Its last block may be one that is not full.
-    """
-    slots: list[int] = []
-    parent, found = ROOT, 0
-    while found + size <= len(tokens):
-        this = key(parent, tokens[found : found + size])
-        if (slot := index.get(this)) is None:
+    def __init__(self, entries: Sequence[Entry], size: int) -> None:
+        self._entries = entries
+        self._size = size
+        self._by_key = {entry.key: slot for slot, entry in enumerate(entries)}
+        self._behind: dict[bytes, list[int]] = {}
+        for slot, entry in enumerate(entries):
+            self._behind.setdefault(entry.parent, []).append(slot)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest prefix of `tokens` that blocks hold; of the last of them perhaps only the first tokens."""
+        slots: list[int] = []
+        parent, found = ROOT, 0
+        while found + self._size <= len(tokens):
+            this = key(parent, tokens[found : found + self._size])
+            if (slot := self._by_key.get(this)) is None:
+                break
+            slots.append(slot)
+            parent, found = this, found + self._size
+        rest = tokens[found : found + self._size]
+        common = {slot: _common(self._entries[slot].tokens, rest) for slot in self._behind.get(parent, ())}
+        last = max(common, key=lambda slot: common[slot], default=None)
+        if last is None or not common[last]:
+            return Match(tuple(slots), found)
+        return Match((*slots, last), found + common[last])
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix of two sequences."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
             break
-        slots.append(slot)
-        parent, found = this, found + size
-    for count in range(min(size - 1, len(tokens) - found), 0, -1):
-        if (slot := index.get(key(parent, tokens[found : found + count]))) is not None:
-            return Match((*slots, slot), found + count)
-    return Match(tuple(slots), found)
+        count += 1
+    return count

@@ -5,7 +5,7 @@ gone when the engine's process is, however that ended, and nothing can be left b
 engine. A shard holds the blocks of one worker of the engine, with an index from keys (`gyre.cell.kv_index`) to slots.
 
 What it keeps true: one writer, the engine's own process, owns the page, and `generation` there and in a shard's header
-is that of the blocks that may be read. It is raised (in a shard: set to 0) before blocks are given up, and memory that
+is that of the blocks that may be read. It is taken away (set to -1) before blocks are given up, and memory that
 was readable is never written again, so a reader that finds the generation it expects before and after its copy has
 copied what was exported.
 """
@@ -16,11 +16,12 @@ import contextlib
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from gyre.cell.kv_index import KEY_BYTES, Chosen
+from gyre.cell.kv_index import KEY_BYTES, Chosen, Entry, Index
 from gyre.errors import GyreError
 
 PAGE_BYTES = 4096
@@ -28,7 +29,7 @@ ALIGNMENT = 4096
 #: Shards of one engine: its workers.
 MOST_SHARDS = 64
 
-_PAGE = struct.Struct("<8s16sqqqqqqqq")  # magic, tag, state, turn, epoch, policy, generation, plan, exported, shards
+_PAGE = struct.Struct("<8s16sqqqqqqq")  # magic, tag, stage, turn, epoch, policy, generation, plan, shards
 _FDS = struct.Struct(f"<{MOST_SHARDS}q")
 _SHARD = struct.Struct("<8sqq16s16sqqqq")  # magic, generation, policy, model, layout, block bytes, tokens, slots, data
 _PLAN = struct.Struct("<8s16sqq")  # magic, model, tokens of a block, blocks
@@ -63,7 +64,6 @@ class Page:
     policy: int = -1
     generation: int = -1
     plan: int = -1
-    most: int = 0  # blocks that may be exported
     fds: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
@@ -77,7 +77,6 @@ class Page:
             self.policy,
             self.generation,
             self.plan,
-            self.most,
             len(self.fds),
         )
         return head + _FDS.pack(*self.fds, *[-1] * (MOST_SHARDS - len(self.fds)))
@@ -91,11 +90,11 @@ class Page:
         """
         if len(data) < _PAGE.size + _FDS.size:
             raise Unavailable("no page: too short")
-        magic, tag, stage, turn, epoch, policy, generation, plan, most, shards = _PAGE.unpack_from(data)
+        magic, tag, stage, turn, epoch, policy, generation, plan, shards = _PAGE.unpack_from(data)
         if magic != _PAGE_MAGIC or not 0 <= shards <= MOST_SHARDS or stage not in set(Stage):
             raise Unavailable("no page of an engine")
         fds = _FDS.unpack_from(data, _PAGE.size)[:shards]
-        return cls(tag, Stage(stage), turn, epoch, policy, generation, plan, most, fds)
+        return cls(tag, Stage(stage), turn, epoch, policy, generation, plan, fds)
 
 
 PAGE_SIZE = _PAGE.size + _FDS.size
@@ -132,7 +131,7 @@ class Header:
         header = cls(*rest)
         if magic != _SHARD_MAGIC or min(header.block_bytes, header.tokens) < 1 or header.slots < 0:
             raise Unavailable("no shard of KV blocks")
-        if header.data != data_offset(header.slots):
+        if header.data != data_offset(header.slots, header.tokens):
             raise Unavailable("a shard whose index does not fit its header")
         return header
 
@@ -144,27 +143,55 @@ class Header:
     @property
     def taken_at(self) -> int:
         """Where the bytes begin in which readers note what they have taken, one a slot."""
-        return _SHARD.size + self.slots * KEY_BYTES
+        return INDEX_AT + entries_bytes(self.slots, self.tokens)
 
 
-def data_offset(slots: int) -> int:
-    """Where the blocks of a shard begin: behind its header, a key a slot and a byte a slot."""
-    return -(-(_SHARD.size + slots * (KEY_BYTES + 1)) // ALIGNMENT) * ALIGNMENT
+def entries_bytes(count: int, tokens: int) -> int:
+    """Bytes of `count` packed entries of blocks of `tokens` tokens."""
+    return count * (2 * KEY_BYTES + 4 + 4 * tokens)
+
+
+def data_offset(slots: int, tokens: int) -> int:
+    """Where the blocks of a shard begin: behind its header, an entry a slot and a byte a slot."""
+    return -(-(INDEX_AT + entries_bytes(slots, tokens) + slots) // ALIGNMENT) * ALIGNMENT
 
 
 INDEX_AT = _SHARD.size
 
 
-def read_index(data: bytes | memoryview | mmap.mmap, header: Header) -> dict[bytes, int]:
-    """Keys to slots.
+def pack_entries(entries: Sequence[Entry], tokens: int) -> bytes:
+    """The bytes of entries: all keys, all parents, all counts, all tokens."""
+    counts = array("i", [len(entry.tokens) for entry in entries]).tobytes()
+    held = b"".join(entry.tokens.tobytes().ljust(4 * tokens, b"\0") for entry in entries)
+    return b"".join([*(entry.key for entry in entries), *(entry.parent for entry in entries), counts, held])
+
+
+def unpack_entries(data: bytes, count: int, tokens: int) -> list[Entry]:
+    """The entries of their bytes.
 
     Raises:
-        Unavailable: there are fewer bytes than the header says.
+        Unavailable: these are not the bytes of so many.
     """
-    keys = bytes(data[INDEX_AT : header.taken_at])
-    if len(keys) != header.slots * KEY_BYTES:
-        raise Unavailable("a shard without its whole index")
-    return {keys[at : at + KEY_BYTES]: slot for slot, at in enumerate(range(0, len(keys), KEY_BYTES))}
+    if len(data) != entries_bytes(count, tokens):
+        raise Unavailable("an index of another length than it says")
+    keys, parents, counts, held = 0, count * KEY_BYTES, 2 * count * KEY_BYTES, count * (2 * KEY_BYTES + 4)
+    entries = []
+    for number, length in enumerate(struct.unpack_from(f"<{count}i", data, counts)):
+        if not 0 < length <= tokens:
+            raise Unavailable("an index with blocks of impossible lengths")
+        key, parent = (data[at + number * KEY_BYTES : at + (number + 1) * KEY_BYTES] for at in (keys, parents))
+        at = held + number * 4 * tokens
+        entries.append(Entry(key, parent, array("i", data[at : at + 4 * length])))
+    return entries
+
+
+def read_index(data: bytes | memoryview | mmap.mmap, header: Header) -> Index:
+    """The index of a shard's bytes.
+
+    Raises:
+        Unavailable: it is not whole.
+    """
+    return Index(unpack_entries(bytes(data[INDEX_AT : header.taken_at]), header.slots, header.tokens), header.tokens)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -179,9 +206,9 @@ class Plan:
     def pack(self) -> bytes:
         """The bytes of a plan."""
         head = _PLAN.pack(_PLAN_MAGIC, self.model, self.tokens, len(self.chosen))
-        blocks = struct.pack(f"<{len(self.chosen)}q", *(each.block for each in self.chosen))
+        blocks = array("q", [each.block for each in self.chosen]).tobytes()
         leaves = bytes(each.leaf for each in self.chosen)
-        return head + b"".join(each.key for each in self.chosen) + blocks + leaves
+        return head + pack_entries([each.entry for each in self.chosen], self.tokens) + blocks + leaves
 
     @classmethod
     def unpack(cls, data: bytes) -> Plan:
@@ -193,12 +220,15 @@ class Plan:
         if len(data) < _PLAN.size:
             raise Unavailable("no plan was written")
         magic, model, tokens, count = _PLAN.unpack_from(data)
-        if magic != _PLAN_MAGIC or count < 0 or len(data) != _PLAN.size + count * (KEY_BYTES + 9):
+        if magic != _PLAN_MAGIC or count < 0 or tokens < 1:
             raise Unavailable("no plan of an export")
-        keys = [data[at : at + KEY_BYTES] for at in range(_PLAN.size, _PLAN.size + count * KEY_BYTES, KEY_BYTES)]
-        blocks = struct.unpack_from(f"<{count}q", data, _PLAN.size + count * KEY_BYTES)
-        leaves = data[len(data) - count :] if count else b""
-        return cls(model, tokens, [Chosen(k, b, bool(leaf)) for k, b, leaf in zip(keys, blocks, leaves, strict=True)])
+        end = _PLAN.size + entries_bytes(count, tokens)
+        entries = unpack_entries(data[_PLAN.size : end], count, tokens)
+        if len(data) != end + 9 * count:
+            raise Unavailable("no whole plan")
+        blocks, leaves = array("q", data[end : end + 8 * count]), data[end + 8 * count :]
+        chosen = [Chosen(entry, block, bool(leaf)) for entry, block, leaf in zip(entries, blocks, leaves, strict=True)]
+        return cls(model, tokens, chosen)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -280,6 +310,6 @@ def check(memory: mmap.mmap, generation: int, policy: int, model: bytes | None, 
     return header
 
 
-def raise_generation(descriptor: int) -> None:
-    """Have every later reader of a shard see that its blocks are given up."""
-    os.pwrite(descriptor, struct.pack("<q", 0), _GENERATION_AT)
+def give_up(descriptor: int) -> None:
+    """Have every later reader of a shard see that its blocks are not to be used any more."""
+    os.pwrite(descriptor, struct.pack("<q", -1), _GENERATION_AT)

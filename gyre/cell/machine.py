@@ -25,7 +25,7 @@ class State(StrEnum):
 
     ROLLOUT = "ROLLOUT"  # serves requests
     DRAINING = "DRAINING"  # the gate is closed, what is live is cancelled
-    HANDOFF = "HANDOFF"  # destinations read KV blocks
+    HANDOFF = "HANDOFF"  # KV blocks are copied out for the destinations
     RELEASING = "RELEASING"  # engine memory is given up, the trainer's comes back
     TRAINING = "TRAINING"  # the trainer has the device
     RESTORING = "RESTORING"  # trainer memory is parked, the engine's comes back
@@ -40,7 +40,7 @@ class Signal(StrEnum):
     LEAVE = "leave"  # the scheduler orders training
     DRAINED = "drained"  # the gate reports zero live requests
     HAND_OFF = "hand off"  # zero live, and KV blocks are pinned for their readers
-    HANDED_OFF = "handed off"  # the readers are done, or late
+    HANDED_OFF = "handed off"  # copied out, or not to be had
     RELEASED = "released"  # the device memory has changed hands
     ABANDON = "abandon"  # the scheduler takes the order back
     RETURN = "return"  # the scheduler orders rollout

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from gyre.attempt import RankContext
 from gyre.cell.engine_client import EngineSettings
+from gyre.config import ServingConfig
 from gyre.launch import node
 
 
@@ -23,6 +25,13 @@ def _fork_server(context: RankContext) -> str | None:
         return None
     attempt = context.scratch.name.rpartition("-")[0]  # of its rank
     return f"{attempt}-{os.environ.get('SLURMD_NODENAME', 'local')}"
+
+
+def _handoff(serving: ServingConfig) -> dict[str, Any] | None:
+    if not serving.kv_handoff:
+        return None
+    limit = serving.kv_limit_mib << 20
+    return {"transport": serving.kv_transport, "limit": limit, "timeout": serving.kv_timeout}
 
 
 def engine_settings(context: RankContext, model: Path) -> EngineSettings:
@@ -44,5 +53,6 @@ def engine_settings(context: RankContext, model: Path) -> EngineSettings:
         args=config.engine.args,
         env=device_environment(context) | config.engine.env,
         timed=None if config.engine.pace is None else config.engine.pace.model_dump(),
+        kv=_handoff(config.serving),
         scripted=None if (answers := config.answers) is None else str(answers),
     )

@@ -99,7 +99,14 @@ class CellSupervisor:
     def _report_ready(self) -> None:
         context = self._context
         self._report(
-            RankReady(context.rank, context.incarnation, context.identity.node, self._engine.url, self._checksum)
+            RankReady(
+                context.rank,
+                context.incarnation,
+                context.identity.node,
+                self._engine.url,
+                self._checksum,
+                self._engine.kv,
+            )
         )
 
     def _progress(self, text: str, fraction: float | None = None) -> None:
@@ -299,11 +306,23 @@ class CellSupervisor:
     async def _to_training(self) -> None:
         self._enter(State.DRAINING)
         await self._engine.close()
+        if self._engine.kv is not None:
+            await self._hand_off()
         self._enter(State.RELEASING)
         await self._engine.sleep()
         self._awake = False
         await self._trainer.call("wake", OPERATION_SECONDS)
         self._enter(State.TRAINING, held=await self._held())
+
+    async def _hand_off(self) -> None:
+        """Have the engine copy its KV blocks out. What fails costs the others a computation and nothing else."""
+        self._enter(State.HANDOFF)
+        try:
+            self._status.doing = "copying KV blocks out"
+            answer = await self._engine.export()
+            log.info("handed off %(blocks)d KV blocks, %(bytes)d bytes, in %(seconds).3f s", answer)
+        except ChildFailed as error:
+            log.warning("no KV is handed off: %s", error)
 
     async def _to_rollout(self, version: int, snapshot: int) -> None:
         if self._machine.state is State.ROLLOUT:  # a later order found it there already
