@@ -26,7 +26,8 @@ from gyre.splice import History as Known
 
 Json = dict[str, Any]
 
-#: Bounds of one execution's knowledge: answered calls, and token ids (4 bytes each; text is about as much again).
+#: Bounds of one execution's knowledge: answered calls, and token ids (4 bytes each; text is about as much again). A
+#: single conversation that is longer is re-encoded from there on.
 MAX_NODES, MAX_IDS = 4096, 1 << 19
 #: Recent calls that a prompt without a known history is compared with.
 _RECENT = 4

@@ -1,0 +1,372 @@
+"""Answers with reasoning and calls of tools go on elsewhere, and a client sees one uninterrupted stream."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from gyre.splice import Extension
+from gyre.trajectories.sampling import from_records
+from tests.proxy.fake_engine import FakeEngine, Fault, render
+from tests.proxy.stand import finish_of, stand, text_of
+
+TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
+ASK = {"messages": [{"role": "user", "content": "do it"}], "tools": TOOLS}
+SAID = (
+    "<think>Erst nachsehen, 漢 dann <so></think>Gut, é<ich\n"
+    '<tool_call>{"name": "run", "arguments": {"b": "x {y}} 😀", "a":  [1, {"c": "é"}]}}</tool_call>'
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+)
+CALLS = [("run", '{"b": "x {y}} 😀", "a":  [1, {"c": "é"}]}'), ("look", "{}")]
+
+
+def run(coroutine, seconds=30):
+    return asyncio.run(asyncio.wait_for(coroutine, seconds))
+
+
+def engines(count, **options):
+    return [
+        FakeEngine(rank, says=lambda _: SAID, pairs=True, parses=True, replay=5, **options) for rank in range(count)
+    ]
+
+
+def joined(events):
+    """The message of a stream, put together as clients do, and the ids of its calls."""
+    message, calls, finish = {"reasoning": "", "content": ""}, [], []
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            for key in message:
+                message[key] += delta.get(key) or ""
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(calls):
+                    calls.append([call["id"], call["function"]["name"], ""])
+                else:
+                    assert "id" not in call and "name" not in call["function"]
+                calls[call["index"]][2] += call["function"].get("arguments") or ""
+            finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return message["reasoning"], message["content"], [tuple(call[1:]) for call in calls], finish, [c[0] for c in calls]
+
+
+WHOLE = ("Erst nachsehen, 漢 dann <so>", "Gut, é<ich\n", CALLS, ["tool_calls"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_moves_anywhere_leave_the_answer_as_it_is(tmp_path, seed, streaming):
+    """Several moves in one answer, some of them in the middle of a call's arguments."""
+    draw = random.Random(seed)
+
+    async def scenario():
+        faults = [Fault(draw.choice(["moved", "drop", "error"]), draw.randrange(45)) for _ in range(draw.randint(1, 5))]
+        engine = engines(1, faults=faults, per_chunk=draw.choice([1, 2, 7]))[0]
+        prompt = render(ASK["messages"], TOOLS)
+        async with stand(tmp_path, engine) as it:
+            body = {**ASK, "logprobs": True, "return_token_ids": True}
+            if streaming:
+                events, _ = await it.ask_stream(body)
+                found = joined(events)
+                choices = [c for event in events for c in event["choices"]]
+                tokens = [token for c in choices for token in c.get("token_ids") or ()]
+                entries = [entry for c in choices for entry in (c.get("logprobs") or {"content": []})["content"]]
+                assert found[:4] == WHOLE and len({event["id"] for event in events}) == 1
+                assert tokens == engine.answer(prompt) and len(entries) == len(tokens)
+                assert events[0]["prompt_token_ids"] == prompt
+                assert found[4] == ["call-0-0", "call-0-1"], "of the leg that showed them"
+            else:
+                choice = (await it.ask(body))[1]["choices"][0]
+                message = choice["message"]
+                calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
+                assert (message["reasoning"], message["content"], calls, [choice["finish_reason"]]) == WHOLE
+                assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == len(engine.answer(prompt))
+            counts = await it.proxy.close(1, 1)
+        assert counts["lost"] == counts["restarted"] == 0 and counts["rerouted"] == 1
+        (record,) = it.records()
+        assert record.prompt.tolist() == prompt and record.sampled.tolist() == engine.answer(prompt)
+        assert 0.0 not in record.logprobs[1:], "what a replay says of log-probabilities is not taken"
+        assert record.trainable and sum(span.tokens for span in record.spans) == len(record.sampled)
+        kept = [Extension.decode(body["vllm_xargs"]["gyre"]).kept for body in engine.bodies if "vllm_xargs" in body]
+        assert all(record.sampled[: len(one)] == one for one in kept)
+
+    run(scenario())
+
+
+def test_an_answer_that_would_go_on_differently_is_lost_with_its_reason(tmp_path):
+    """The second engine parses nothing: what was shown as reasoning would be shown again as text."""
+
+    async def scenario():
+        first, second = engines(2)
+        first.faults, second.parses = [Fault("moved", 40)], False
+        async with stand(tmp_path, first, second) as it:
+            asked = asyncio.create_task(it.ask_stream(ASK))
+            while first.faults:
+                await asyncio.sleep(0.001)
+            await it.routes({0: None}, {1: 1})
+            events, _ = await asked
+            assert events[-1]["error"]["code"] == "engine_failed" and "than was shown" in events[-1]["error"]["message"]
+            shown = joined(events[:-1])
+            assert WHOLE[0].startswith(shown[0]) and WHOLE[1].startswith(shown[1]), "nothing of the other text"
+            counts = await it.proxy.close(1, 1)
+            assert counts["lost"] == 1 and "engine 1" in counts["fault"]
+        assert not it.records()[0].trainable, "no client got it whole"
+
+    run(scenario())
+
+
+def test_reasoning_that_is_hidden_stays_hidden_and_is_known_all_the_same(tmp_path):
+    async def scenario():
+        (engine,) = engines(1, faults=[Fault("moved", 9)])
+        async with stand(tmp_path, engine) as it:
+            events, _ = await it.ask_stream({**ASK, "include_reasoning": False})
+            assert joined(events)[:3] == ("", *WHOLE[1:3])
+            message = (await it.ask({**ASK, "include_reasoning": False}))[1]["choices"][0]["message"]
+            assert "reasoning" not in message
+            await it.ask({**ASK, "messages": [*ASK["messages"], message, {"role": "user", "content": "on"}]})
+            assert engine.bodies[-1]["messages"][1]["reasoning"] == WHOLE[0]
+            assert (await it.proxy.close(1, 1))["spliced"] == 1
+
+    run(scenario())
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+def tool_turns(text):
+    """What a model says, turn by turn, whose arguments no client writes the same way."""
+    turn = text.count("<|im_start|>user") + text.count("<|im_start|>tool\n")
+    arguments = f'{{"line":{turn},"text" : "é\\u00e9 {turn}",  "more": {{"z":1.0,"a":[ ]}}}}'
+    return f'<think>turn {turn}</think>Now {turn}.\n<tool_call>{{"name": "run", "arguments": {arguments}}}</tool_call>'
+
+
+async def converse(it, turns, ask, drop_reasoning=True):
+    """A client that reads calls and writes them anew."""
+    messages = [{"role": "user", "content": "begin"}]
+    for turn in range(turns):
+        message = await ask({"messages": messages, "tools": TOOLS})
+        calls = [
+            {"id": f"mine-{turn}", "type": "function", "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True, indent=1)}}
+            for call in message["tool_calls"]
+        ]  # fmt: skip
+        again = {"role": "assistant", "content": message["content"].strip(), "tool_calls": calls}
+        if not drop_reasoning:
+            again["reasoning"] = message["reasoning"]
+        messages += [again, {"role": "tool", "tool_call_id": f"mine-{turn}", "content": f"result {turn}"}]
+
+
+def plain(it):
+    async def ask(body):
+        return (await it.ask(body))[1]["choices"][0]["message"]
+
+    return ask
+
+
+def streamed(it):
+    async def ask(body):
+        reasoning, content, calls, _, identities = joined((await it.ask_stream(body))[0])
+        calls = [
+            {"id": i, "function": {"name": n, "arguments": a}} for i, (n, a) in zip(identities, calls, strict=True)
+        ]
+        return {"reasoning": reasoning, "content": content, "tool_calls": calls}
+
+    return ask
+
+
+@pytest.mark.parametrize("way", [plain, streamed])
+@pytest.mark.parametrize("moves", [False, True])
+def test_twenty_turns_through_a_client_that_writes_arguments_anew_are_one_sample(tmp_path, way, moves):
+    async def scenario():
+        engine = FakeEngine(0, says=tool_turns, pairs=True, parses=True, kv="")
+        if moves:
+            engine.faults = [Fault("moved", 5 + turn % 30) for turn in range(30)]
+        async with stand(tmp_path, engine) as it:
+            await converse(it, 20, way(it))
+            counts = await it.proxy.close(1, 1)
+        records = it.records()
+        assert len(records) == 20 and all(record.spliced for record in records[1:])
+        assert counts["spliced"] == 19 == counts["drifted"] and counts["forked"] == counts["lost"] == 0
+        assert counts["drift_tokens"] == sum(record.drift for record in records) > 19
+        (sample,) = from_records(records, 1, 0)
+        last = records[-1]
+        assert sample.tokens.tolist() == [*last.prompt, *last.sampled], "it is what the engine saw in the end"
+        assert sample.trained.sum() == sum(len(record.sampled) for record in records), "and every sampled token in it"
+        pairs = sum(token >= 1000 for token in sample.tokens[sample.trained])
+        assert pairs > 100 and pairs == sum(token >= 1000 for token in sample.tokens), "none is encoded anew"
+
+    run(scenario())
+
+
+def test_a_template_that_drops_reasoning_wins_and_forks(tmp_path):
+    async def scenario():
+        engine = FakeEngine(0, says=tool_turns, parses=True)
+        async with stand(tmp_path, engine) as it:
+
+            async def ask(body):
+                return await plain(it)({**body, "chat_template_kwargs": {"drop_thinking": True}})
+
+            await converse(it, 4, ask)
+            counts = await it.proxy.close(1, 1)
+        assert counts["forked"] == 3 and counts["spliced"] == counts["drifted"] == 0
+        samples = from_records(it.records(), 1, 0)
+        assert len(samples) == 4 and sum(s.trained.sum() for s in samples) == counts["tokens"]
+        assert [(r.spliced, r.rendered[0]) for r in it.records()] == [(False, len(r.prompt)) for r in it.records()]
+
+    run(scenario())
+
+
+def test_a_changed_answer_forks_below_the_last_one_that_is_known(tmp_path):
+    async def scenario():
+        engine = FakeEngine(0, says=lambda text: f"number {text.count('user')}", pairs=True)
+        async with stand(tmp_path, engine) as it:
+            messages = [{"role": "user", "content": "a"}]
+            for _ in range(3):
+                message = (await it.ask({"messages": messages}))[1]["choices"][0]["message"]
+                messages += [message, {"role": "user", "content": "b"}]
+            messages[3] = {"role": "assistant", "content": "other words"}
+            await it.ask({"messages": messages[:5]})
+            counts = await it.proxy.close(1, 1)
+        assert counts["spliced"] == 3 and counts["forked"] == 1
+        assert sorted(len(s) for s in from_records(it.records(), 1, 0)) == sorted(
+            len(r.prompt) + len(r.sampled) for r in it.records()[2:]
+        )
+
+    run(scenario())
+
+
+def test_conversations_side_by_side_do_not_mix(tmp_path):
+    async def scenario():
+        engine = FakeEngine(0, says=tool_turns, pairs=True, parses=True, delay=0.0005)
+        async with stand(tmp_path, engine) as it:
+
+            def as_agent(name):
+                async def ask(body):
+                    system = {"role": "system", "content": f"you are {name}"}
+                    return await plain(it)({**body, "messages": [system, *body["messages"]]})
+
+                return ask
+
+            await asyncio.gather(*(converse(it, 5, as_agent(name)) for name in "xyz"))
+            counts = await it.proxy.close(1, 1)
+        assert counts["spliced"] == 12 and counts["forked"] == 0
+        assert len(from_records(it.records(), 1, 0)) == 3
+
+    run(scenario())
+
+
+def test_several_choices_are_several_nodes(tmp_path):
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0)) as it:
+            ask = {"messages": [{"role": "user", "content": "a"}]}
+            choices = (await it.ask({**ask, "n": 3}))[1]["choices"]
+            for choice in choices:
+                await it.ask({"messages": [*ask["messages"], choice["message"], {"role": "user", "content": "b"}]})
+            counts = await it.proxy.close(1, 1)
+        assert counts["spliced"] == 3 and counts["forked"] == 0 and counts["requests"] == 4
+        assert len(from_records(it.records(), 1, 0)) == 3
+
+    run(scenario())
+
+
+# -- plain completions -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("prompt", ["once upon", [111, 110]])
+def test_plain_completions_are_recorded_and_go_on_too(tmp_path, prompt, streaming):
+    async def scenario():
+        engine = FakeEngine(0, faults=[Fault("moved", 6), Fault("moved", 4)])
+        ids = [*prompt.encode()] if isinstance(prompt, str) else prompt
+        tokens = engine.answer(ids)
+        text = bytes(tokens[:-1]).decode()
+        async with stand(tmp_path, engine) as it:
+            body = {"prompt": [prompt], "logprobs": 1, "return_token_ids": True, "stream": streaming}
+            async with it.post(body, path="/v1/completions") as response:
+                assert response.status == 200, await response.text()
+                if streaming:
+                    lines = [line[6:].strip() async for line in response.content if line.startswith(b"data: ")]
+                    assert lines.pop() == b"[DONE]"
+                    pieces = [json.loads(line) for line in lines]
+                else:
+                    pieces = [await response.json()]
+            choices = [choice for piece in pieces for choice in piece["choices"]]
+            assert "".join(choice["text"] for choice in choices) == text and pieces[0]["object"] == "text_completion"
+            assert [token for choice in choices for token in choice.get("token_ids") or ()] == tokens
+            assert choices[0]["prompt_token_ids"] == ids and choices[-1]["finish_reason"] == "stop"
+            logprobs = [c["logprobs"] for c in choices if c["logprobs"]]
+            assert sum(len(one["token_logprobs"]) for one in logprobs) == len(tokens)
+            assert all(len(one["tokens"]) == len(one["top_logprobs"]) for one in logprobs)
+            counts = await it.proxy.close(1, 1)
+        assert counts["continued"] == 1 and counts["restarted"] == 0
+        (record,) = it.records()
+        assert record.prompt.tolist() == ids and record.sampled.tolist() == tokens and record.trainable
+
+    run(scenario())
+
+
+# -- where requests go -----------------------------------------------------------------------------------------------
+def test_an_engine_is_told_where_the_keys_and_values_are(tmp_path):
+    async def scenario():
+        first, second = FakeEngine(0, kv="shm:a", policy=3, faults=[Fault("moved", 6)]), FakeEngine(1, kv="shm:b")
+        async with stand(tmp_path, first, second) as it:
+            ask = {"messages": [{"role": "user", "content": "a"}]}
+            asked = asyncio.create_task(it.ask(ask))
+            while first.faults:
+                await asyncio.sleep(0.001)
+            await it.routes({0: None}, {1: 1})
+            message = (await asked)[1]["choices"][0]["message"]
+            assert "kv_transfer_params" not in first.bodies[0]
+            source = {"gyre": {"address": "shm:a", "epoch": 1, "policy": 3}}
+            assert second.bodies[0]["kv_transfer_params"] == source
+            await it.ask({"messages": [*ask["messages"], message, {"role": "user", "content": "b"}]})
+            assert "kv_transfer_params" not in second.bodies[1], "it is there already"
+            first.open(2)
+            await it.routes({0: first}, {1: 0})
+            await it.ask(ask)
+            assert first.bodies[-1]["kv_transfer_params"]["gyre"]["address"] == "shm:b"
+            second.kv = ""
+            await it.routes({1: second}, {1: 1})
+            await it.ask(ask)
+            assert "kv_transfer_params" not in second.bodies[-1]
+
+    run(scenario())
+
+
+def test_an_engine_is_not_flooded_and_who_waits_is_held_in_order(tmp_path):
+    async def scenario():
+        engine, other = FakeEngine(0, slots=3), FakeEngine(1, slots=3)
+        async with stand(tmp_path, engine, other) as it:
+            engine.gate.clear()
+            for n in range(2, 10):
+                await it.register(n, 0)
+            asks = []
+            for n in range(1, 10):
+                asks.append(asyncio.create_task(it.ask({"messages": [{"role": "user", "content": str(n)}]}, n)))
+                await asyncio.sleep(0.01)
+            while (await it.proxy.totals())["engines"].get("0", {}).get("waiting") != 6:
+                await asyncio.sleep(0.01)
+            totals = await it.proxy.totals()
+            assert totals["engines"] == {"0": {"live": 3, "unanswered": 3, "waiting": 6}}
+            assert len(engine.bodies) == 3 and totals["held"] >= 6 and (await it.proxy.held(9, 1))["now"]
+            asks[3].cancel()  # a client that leaves while it waits
+            await it.routes({}, {9: 1})  # and one that is sent elsewhere
+            assert (await asks[8])[0] == 200 and len(other.bodies) == 1
+            engine.gate.set()
+            replies = await asyncio.gather(*asks, return_exceptions=True)
+            assert [reply[0] for i, reply in enumerate(replies) if i != 3] == [200] * 8
+            assert [body["messages"][0]["content"] for body in engine.bodies] == ["1", "2", "3", "5", "6", "7", "8"]
+            assert engine.peak <= 7 and (await it.proxy.totals())["engines"] == {}, "every reservation is released"
+            await it.routes({0: None})
+            held = asyncio.create_task(it.ask(ASK, 1))
+            await asyncio.sleep(0.1)
+            assert (await it.proxy.held(1, 1))["now"], "an engine without a route is waited for, not replaced"
+            await it.routes({0: engine})
+            assert (await held)[0] == 200
+
+    run(scenario())
+
+
+def test_texts_of_streams_end_once(tmp_path):
+    async def scenario():
+        async with stand(tmp_path, *engines(1)) as it:
+            events, _ = await it.ask_stream({**ASK, "tools": None})
+            assert finish_of(events) == ["stop"] and SAID.partition("</think>")[2] == text_of(events)
+
+    run(scenario())
