@@ -222,7 +222,12 @@ def joined(messages: list[Json]) -> list[Json]:
             found[-1] = _merged(last, message)
         else:
             found.append(message)
-    return found
+    return [_complete(message) for message in found]
+
+
+def _complete(message: Json) -> Json:
+    silent = message["content"] is None and "tool_calls" not in message
+    return {**message, "content": ""} if silent else message
 
 
 def _mergeable(first: Json, second: Json) -> bool:

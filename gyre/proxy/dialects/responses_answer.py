@@ -193,7 +193,10 @@ class ResponseCall:
         prompt, sampled = self._counts
         body, done = self._body, status != "in_progress"
         usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
-        usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        usage |= {
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
         reason = "content_filter" if self._finish == "content_filter" else "max_output_tokens"
         return {
             **self._head,
