@@ -1,14 +1,13 @@
 """Where the proxy's processor time goes: `python benchmarks/_samples.py OUT` is the proxy, sampled.
 
 A timer of the process's own processor time goes off 500 times a second, and the line the proxy is at is counted then,
-under a stage. Written to OUT as JSON when the process is told to end.
+under a stage. It runs from one SIGUSR1 to the next, and then what was counted is in OUT, as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import linecache
-import os
 import re
 import runpy
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 INTERVAL_S = 0.002
+_DEPTH = 16
 _ROOT = str(Path(__file__).resolve().parents[1])
 #: The first that fits the line counts, from the innermost frame outwards.
 _CALLS = (
@@ -38,14 +38,17 @@ _ROOMS = (
 )
 
 
-def stage(frame: FrameType | None) -> str:
-    """What is being done at a frame."""
+#: Frames of one moment, from the innermost outwards: file and line.
+Stack = tuple[tuple[str, int], ...]
+
+
+def stage(stack: Stack) -> str:
+    """What is being done at a moment."""
     innermost = True
-    while frame is not None:
-        path = frame.f_code.co_filename
+    for path, number in stack:
         if path.startswith(_ROOT) or "site-packages" in path:
-            line = linecache.getline(path, frame.f_lineno)
-            if path.startswith(_ROOT) or innermost:
+            if innermost or path.startswith(_ROOT):
+                line = linecache.getline(path, number)
                 for name, call in _CALLS:
                     if call.search(line):
                         return name
@@ -53,7 +56,6 @@ def stage(frame: FrameType | None) -> str:
                 if room.search(path):
                     return name
             innermost = False
-        frame = frame.f_back
     return "event loop"
 
 
@@ -62,29 +64,37 @@ class Sampler:
 
     def __init__(self, out: str) -> None:
         self._out = out
-        self._stages: Counter[str] = Counter()
-        self._lines: Counter[str] = Counter()
-
-    def start(self) -> None:
-        """Count from now on, and write it all down at the end."""
+        self._stacks: Counter[Stack] = Counter()
+        self._counting = False
         signal.signal(signal.SIGPROF, self._sample)
-        signal.signal(signal.SIGTERM, self._end)
-        signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
+        signal.signal(signal.SIGUSR1, self._turn)
+
+    def _turn(self, number: int, frame: FrameType | None) -> None:
+        """Begin to count, or end it and write down what was counted."""
+        self._counting = not self._counting
+        interval = INTERVAL_S if self._counting else 0.0
+        signal.setitimer(signal.ITIMER_PROF, interval, interval)
+        if not self._counting:
+            stages: Counter[str] = Counter()
+            lines: Counter[str] = Counter()
+            for stack, count in self._stacks.items():
+                stages[stage(stack)] += count
+                path, number = stack[0]
+                lines[f"{'/'.join(path.split('/')[-2:])}:{number} {linecache.getline(path, number).strip()}"] += count
+            figures: dict[str, Any] = {"stages": stages.most_common(), "lines": lines.most_common(60)}
+            part = Path(self._out + ".part")
+            part.write_text(json.dumps(figures))
+            part.rename(self._out)
 
     def _sample(self, number: int, frame: FrameType | None) -> None:
-        self._stages[stage(frame)] += 1
-        if frame is not None:
-            path = "/".join(frame.f_code.co_filename.split("/")[-2:])
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            self._lines[f"{path}:{frame.f_lineno} {frame.f_code.co_name}: {text}"] += 1
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        figures: dict[str, Any] = {"stages": self._stages.most_common(), "lines": self._lines.most_common(40)}
-        Path(self._out).write_text(json.dumps(figures))
-        os._exit(0)
+        stack = []
+        while frame is not None and len(stack) < _DEPTH:
+            stack.append((frame.f_code.co_filename, frame.f_lineno or 0))
+            frame = frame.f_back
+        if stack:
+            self._stacks[tuple(stack)] += 1
 
 
 if __name__ == "__main__":
-    Sampler(sys.argv[1]).start()
+    Sampler(sys.argv[1])
     runpy.run_module("gyre.proxy.server", run_name="__main__")

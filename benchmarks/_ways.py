@@ -40,6 +40,7 @@ class Way:
     ports: list[int]
     keys: list[str]
     process: psutil.Process | None = None  # what stands between
+    log: Path | None = None
     stop: Callable[[], Awaitable[Figures]] = _nothing
 
     def processor_s(self) -> float:
@@ -104,7 +105,8 @@ async def gyre(engines: Engines, place: Path, sampled: Path | None = None) -> Wa
     if sampled is not None:
         command = [sys.executable, str(HERE / "_samples.py"), str(sampled)]
     place = Path(tempfile.mkdtemp(dir=place))
-    child = await Child.spawn("proxy", command, place / "proxy.log", env={"PYTHONPATH": str(ROOT)})
+    log = place / "proxy.log"
+    child = await Child.spawn("proxy", command, log, env={"PYTHONPATH": str(ROOT)})
     started = await child.call("start", timeout=_START_SECONDS, secret=_SECRET, max_context=1 << 20, model="policy")
     table = {
         str(rank): {"url": f"http://127.0.0.1:{port}", "epoch": 1, "policy": 0}
@@ -122,7 +124,7 @@ async def gyre(engines: Engines, place: Path, sampled: Path | None = None) -> Wa
         total = {key: sum(one[key] for one in counts) for key in ("requests", "answered", "lost", "tokens")}
         return total | {"bytes": sum(path.stat().st_size for path in place.glob("*.records"))}
 
-    return Way("gyre", [started["port"]], keys, psutil.Process(child.pid), stop)
+    return Way("gyre", [started["port"]], keys, psutil.Process(child.pid), log, stop)
 
 
 async def router(engines: Engines, place: Path, program: str, policy: str) -> Way:
@@ -131,8 +133,9 @@ async def router(engines: Engines, place: Path, program: str, policy: str) -> Wa
     urls = [f"http://127.0.0.1:{port}" for port in engines.ports]
     command = [program, "--worker-urls", *urls, "--port", str(port), "--policy", policy]
     command += ["--prometheus-port", str(metrics), "--log-level", "error", "--worker-startup-check-interval", "1"]
-    with open(place / "router.log", "ab") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    log = place / "router.log"
+    with open(log, "ab") as output:
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
 
     async def stop() -> None:
         process.terminate()
@@ -142,9 +145,9 @@ async def router(engines: Engines, place: Path, program: str, policy: str) -> Wa
         await asyncio.sleep(0.2)
         with contextlib.suppress(OSError):
             await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read())
-            return Way("vllm-router", [port], ["none"] * EXECUTIONS, psutil.Process(process.pid), stop)
+            return Way("vllm-router", [port], ["none"] * EXECUTIONS, psutil.Process(process.pid), log, stop)
     await stop()
-    raise SystemExit(f"vllm-router does not answer; it said:\n{(place / 'router.log').read_text()[-2000:]}")
+    raise SystemExit(f"vllm-router does not answer; it said:\n{log.read_text()[-2000:]}")
 
 
 def _free_ports(number: int) -> list[int]:

@@ -27,6 +27,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -85,7 +86,8 @@ async def load(way: Way, level: Level, seconds: float, **more: Any) -> list[Figu
 
     figures = await asyncio.gather(*(one(*share) for share in enumerate(shares)))
     if faults := [fault for one in figures for fault in one["faults"]]:
-        raise SystemExit(f"{way.name}, {level.name()}: {faults[0]}")
+        said = way.log.read_text()[-2000:] if way.log else ""
+        raise SystemExit(f"{way.name}, {level.name()}: {faults[0]}\n{said}")
     return figures
 
 
@@ -217,9 +219,14 @@ async def profile(console: Console, engines: Engines, place: Path, seconds: floa
     for level in (replace(LEVELS[1], rate=25), *ANSWERS):
         out = place / "samples.json"
         way = await gyre(engines, place, sampled=out)
+        assert way.process is not None
+        await measure(engines, way, replace(level, streams=8), 1.0)
+        way.process.send_signal(signal.SIGUSR1)
         figures = await measure(engines, way, level, seconds)
+        way.process.send_signal(signal.SIGUSR1)
         await way.stop()
         samples = json.loads(out.read_text())
+        out.unlink()
         total = sum(count for _, count in samples["stages"])
         used = figures["processor_us"]["request"]
         table = Table(title=f"{level.name()}: {used:,.0f} us a request, sampled", title_justify="left", box=None)
