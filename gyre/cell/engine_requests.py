@@ -1,8 +1,8 @@
 """Requests as vLLM's engine takes them here: prompts made of known tokens, answers that go on after known tokens.
 
-A proxy's extension (`gyre.splice`) comes in a request's extra arguments. Two classes of vLLM are extended where each
-request passes once: `Inputs` replaces the prompt's tokens before vLLM checks it, and `Engine` has the tokens that were
-sampled elsewhere pass through vLLM's own output processor, as though they had been sampled here, before its core goes
+A proxy's extension (`gyre.splice`) comes in a request's extra arguments. `Engine` extends vLLM's at its one entrance,
+`generate`, where the prompt's tokens are replaced, and at its one way to the core, `_add_request`. There, tokens that
+were sampled elsewhere pass through vLLM's own output processor, as though they had been sampled here, and the core goes
 on after them. So text, stop strings, tool calls and reasoning need nothing of ours.
 """
 
@@ -21,7 +21,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
@@ -29,41 +28,60 @@ from vllm.v1.outputs import LogprobsLists
 from gyre.cell.gate import prompt_notes
 from gyre.splice import ARGUMENT, Extension, resolve
 
-_KEPT = "gyre_kept"  # among a request's extra arguments, from `Inputs` to `Engine`: the known tokens of its answer
+_KEPT = "gyre_kept"  # among a request's extra arguments, on their way to `_add_request`: the known tokens of its answer
 _AT_ONCE = 256  # known tokens between two turns of other requests
 _SHOWN = "gyre_shown"  # on the output of known tokens: the outputs before it
 
 
-class Inputs(InputProcessor):
-    """vLLM's input processor, with prompts of known tokens."""
+class Engine(AsyncLLM):
+    """vLLM's engine, with answers that go on after tokens which were sampled elsewhere."""
+
+    #: Known tokens are shown to who reads the answer one by one, for parsers that are right only then; else at once.
+    by_token = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        ends = self.generation_config_fields.get("eos_token_id")
+        ends = self.input_processor.generation_config_fields.get("eos_token_id")
         named = {self.renderer.get_eos_token_id(), *(ends if isinstance(ends, list) else [ends])}
         self._ends = frozenset(named - {None})  # tokens that end a turn of this model
 
-    def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> EngineCoreRequest:
-        """Check a request as vLLM does, but with the prompt that it has by its extension; says what came of that."""
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **more: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's, with the prompt that a request has by its extension; an answer begins with its known tokens.
+
+        Raises:
+            VLLMValidationError: at once, so that the answer's status can still say it.
+        """
         kind = prompt.get("type") if isinstance(prompt, dict) else None
-        if not isinstance(params, SamplingParams) or kind not in ("token", "multimodal"):
-            return super().process_inputs(request_id, prompt, params, *args, **more)
-        params, extension = _extension(params)
+        if kind not in ("token", "multimodal"):
+            return super().generate(prompt, sampling_params, *args, **more)
+        params, extension = _extension(sampling_params)
+        self._verify(params)
         if kind == "multimodal":  # what its placeholders stand for belongs to the rendering
             extension = Extension(kept=extension.kept)
         ids, note = resolve(prompt["prompt_token_ids"], extension, self._ends_of(params), self._decode)
         if note.spliced:
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
-            params = self._fitting(params, len(ids))
-        if kept := extension.kept.tolist():
-            if params.n > 1:
-                raise VLLMValidationError("an answer can only go on after known tokens with n = 1", parameter="n")
-            self.renderer.validate_token_ids(kept)
-            params.extra_args = {**(params.extra_args or {}), _KEPT: kept}
-        request = super().process_inputs(request_id, prompt, params, *args, **more)
+            params = self._fitting(params, prompt["prompt_token_ids"])
         if (notes := prompt_notes.get()) is not None:
             notes.append(note)
-        return request
+        if not extension.kept:
+            return super().generate(prompt, params, *args, **more)
+        if params.n > 1:
+            raise VLLMValidationError("an answer can only go on after known tokens with n = 1", parameter="n")
+        kept = extension.kept.tolist()
+        self.renderer.validate_token_ids(kept)
+        params.extra_args = {**(params.extra_args or {}), _KEPT: kept}
+        return _with_replay(super().generate(prompt, params, *args, **more))
+
+    def _verify(self, params: SamplingParams) -> None:
+        """Check parameters at once: vLLM does when a stream has begun, and then takes a client's error for its own."""
+        if params.structured_outputs is not None:
+            params = copy.deepcopy(params)  # a check changes them
+        config = self.vllm_config
+        limits = (config.speculative_config, config.structured_outputs_config)
+        params.verify(self.model_config, *limits, self.renderer.tokenizer)
 
     def _decode(self, ids: list[int]) -> str:
         """The text of ids as answers are given it: special tokens included, nothing cleaned up."""
@@ -78,43 +96,20 @@ class Inputs(InputProcessor):
             return self._ends
         return self._ends | {*params.stop_token_ids} & {*self.renderer.get_tokenizer().get_added_vocab().values()}
 
-    def _fitting(self, params: SamplingParams, length: int) -> SamplingParams:
-        """The same with room for no more tokens than a prompt of `length` leaves; vLLM has counted the rendering."""
-        room = max(self.model_config.max_model_len - length, 1)  # where there is none, vLLM's own check says so
+    def _fitting(self, params: SamplingParams, ids: list[int]) -> SamplingParams:
+        """The same with room for no more tokens than another prompt leaves; vLLM has counted the rendering."""
+        self.renderer.validate_token_ids(ids)
+        limit = self.model_config.max_model_len
+        if not 0 < len(ids) < limit:
+            raise VLLMValidationError(
+                f"The prompt (length {len(ids)}) must not be empty, and with the requested output (at least 1 token) "
+                f"be no longer than the maximum model length of {limit}."
+            )
         params = copy.copy(params)
+        room = limit - len(ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         return params
-
-
-def _extension(params: SamplingParams) -> tuple[SamplingParams, Extension]:
-    """A request's extension, and its parameters without."""
-    if not params.extra_args or not {ARGUMENT, _KEPT} & set(params.extra_args):
-        return params, Extension()
-    text, params = params.extra_args.get(ARGUMENT, "{}"), copy.copy(params)
-    params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (ARGUMENT, _KEPT)} or None
-    try:
-        return params, Extension.decode(text)
-    except ValueError as error:
-        raise VLLMValidationError(f"the extension of this request: {error}", parameter=ARGUMENT) from error
-
-
-class Engine(AsyncLLM):
-    """vLLM's engine, with answers that go on after tokens which were sampled elsewhere."""
-
-    #: Known tokens are shown to who reads the answer one by one, for parsers that are right only then; else at once.
-    by_token = False
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.input_processor = Inputs(self.vllm_config, self.renderer)
-
-    def generate(
-        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **more: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's; an answer that goes on after known tokens begins with them."""
-        outputs = super().generate(prompt, sampling_params, *args, **more)
-        return _with_replay(outputs) if ARGUMENT in (sampling_params.extra_args or ()) else outputs
 
     async def _add_request(
         self,
@@ -190,6 +185,18 @@ async def _with_replay(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
                     await asyncio.sleep(0)
             held = []
             yield output
+
+
+def _extension(params: SamplingParams) -> tuple[SamplingParams, Extension]:
+    """A request's extension, and its parameters without."""
+    if not params.extra_args or not {ARGUMENT, _KEPT} & set(params.extra_args):
+        return params, Extension()
+    text, params = params.extra_args.get(ARGUMENT, "{}"), copy.copy(params)
+    params.extra_args = {key: value for key, value in params.extra_args.items() if key not in (ARGUMENT, _KEPT)} or None
+    try:
+        return params, Extension.decode(text)
+    except ValueError as error:
+        raise VLLMValidationError(f"the extension of this request: {error}", parameter=ARGUMENT) from error
 
 
 def _ending(params: SamplingParams, kept: list[int], room: int) -> tuple[int, FinishReason | None, int | None]:

@@ -107,6 +107,7 @@ def talker(tmp_path_factory, fork_server):
         engine.run(engine.open())
         yield engine
         assert engine.run(engine.process.close()) == 0
+        assert "Traceback" not in engine.log.read_text()  # no request above is the engine's fault
     finally:
         engine.stop()
 
@@ -313,6 +314,35 @@ def test_nonsense_is_a_clients_error(talker, extension, body):
     got = talker.run(talker.ask(body))
     assert got.status == 400 and got.error["message"]
     assert talker.chat(max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"{", b"", b"[]", b"7", b"\xff{}", b"[" * 100_000, b'{"messages": "x"}', b'{"messages": [7]}'),
+        *({"max_tokens": -1}, {"max_tokens": 1.5}, {"temperature": "hot"}, {"temperature": -1}, {"top_p": 7}),
+        *({"n": 0}, {"n": 10**9}, {"stop": [3]}, {"stop_token_ids": [-5]}, {"allowed_token_ids": [99999]}),
+        *(
+            {"logit_bias": {"99999": 1}},
+            {"logit_bias": {"x": 1}},
+            {"seed": "s"},
+            {"tools": 5},
+            {"tool_choice": "none of"},
+        ),
+        *({"structured_outputs": {"regex": "("}}, {"vllm_xargs": "x"}, {"messages": [{"role": "x" * 10**6}]}),
+    ],
+)
+def test_bad_requests_are_the_clients_errors(talker, body):
+    async def scenario():
+        data = body if isinstance(body, bytes) else json.dumps({"messages": [USER], "stream": True, **body}).encode()
+        headers = {**talker.headers(), "Content-Type": "application/json"}
+        url = f"{talker.process.url}/v1/chat/completions"
+        async with talker.session.post(url, data=data, headers=headers) as response:
+            assert 400 <= response.status < 500, await response.text()
+            answer = await response.json()
+            assert answer["error"]["message"] if "error" in answer else answer["detail"]  # of what is no JSON at all
+
+    talker.run(scenario())
 
 
 def test_a_continued_answer_is_cancelled_like_another(talker):
