@@ -103,6 +103,11 @@ class ExecutionClosed(Event):
     continued: int = 0
     lost: int = 0
     reason: str = ""
+    restarted: int = 0
+    spliced: int = 0  # requests that went on from the recorded tokens of an earlier one
+    drifted: int = 0  # of these, where encoding the messages anew would have given other tokens
+    drift_tokens: int = 0  # how many
+    forked: int = 0  # requests that follow on a known one and did not go on from its tokens
 
 
 def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
@@ -121,6 +126,7 @@ def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
         continued=outcome.get("continued", 0),
         lost=outcome.get("lost", 0),
         reason=outcome.get("reason", ""),
+        **{key: outcome.get(key, 0) for key in ("restarted", "spliced", "drifted", "drift_tokens", "forked")},
     )
 
 

@@ -20,6 +20,8 @@ EventData = dict[str, Any]
 
 #: The time left is estimated from this many past updates, at least.
 _RECENT_UPDATES = 5
+_REQUESTS = ("total", "rerouted", "continued", "restarted", "lost")
+_CONVERSATIONS = ("spliced", "drifted", "drift_tokens", "forked")
 
 
 @dataclass
@@ -219,7 +221,7 @@ class RunMetrics:
         self.by_outcome[event["outcome"]] += 1
         self.tokens += event.get("tokens", 0)
         self.requests["total"] += event.get("requests", 0)
-        for key in ("rerouted", "continued", "lost"):
+        for key in (*_REQUESTS[1:], *_CONVERSATIONS):
             self.requests[key] += event.get(key, 0)
         if event.get("usable"):
             group = event["n"] // self.config.scheduler.group_size
@@ -314,7 +316,8 @@ class RunMetrics:
                 "by_outcome": dict(sorted(self.by_outcome.items())),
                 "failed_tries": self.failed_tries,
             },
-            "requests": {key: self.requests[key] for key in ("total", "rerouted", "continued", "lost")},
+            "requests": {key: self.requests[key] for key in _REQUESTS},
+            "conversations": {key: self.requests[key] for key in _CONVERSATIONS},
             "reward": [_rounded(r) for r in self.rewards],
             "joins": [len(r.joined) for r in self.done],
             "staleness": [_rounded(r.staleness) for r in self.done],

@@ -116,8 +116,10 @@ def _totals(summary: dict[str, Any]) -> Table:
     grid.add_row(
         "requests",
         f"{requests['total']}, of them {requests['rerouted']} rerouted, {requests['continued']} continued, "
-        f"{requests['lost']} lost",
+        f"{requests['restarted']} restarted, {requests['lost']} lost",
     )
+    if line := _conversations(summary["conversations"]):
+        grid.add_row("conversations", line)
     grid.add_row("tokens", f"{summary['tokens']:,} sampled, {summary['tokens_per_second']:.1f} a second")
     grid.add_row("moves", _moves(summary["moves"]))
     if busy is not None:
@@ -128,6 +130,17 @@ def _totals(summary: dict[str, Any]) -> Table:
         how = ", ".join(f"{a['attempt']} {a['ended']}" for a in summary["attempts"])
         grid.add_row("attempts", how)
     return grid
+
+
+def _conversations(counts: dict[str, int]) -> str:
+    """How often a request went on from the tokens of an earlier one; nothing where none followed on one."""
+    spliced, forked = counts["spliced"], counts["forked"]
+    if not spliced + forked:
+        return ""
+    line = f"{words.count(spliced, 'request')} of {spliced + forked} went on from the tokens that were sampled"
+    if drifted := counts["drifted"]:
+        line += f", where {drifted / spliced:.0%} would have been encoded otherwise ({counts['drift_tokens']:,} tokens)"
+    return line + (f"; {forked} forked ({forked / (spliced + forked):.0%})" if forked else "")
 
 
 def _moves(moves: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from gyre import events as e
 from gyre.metrics import RunMetrics
-from gyre.report import report, summarise, write_summary
+from gyre.report import _conversations, report, summarise, write_summary
 from gyre.status import RankStatus
 from gyre.usage import UsageMeter
 from tests.fake_run import START, Script, make_config, write_run
@@ -35,7 +35,7 @@ def test_summary_of_a_whole_run() -> None:
     assert (summary["updates"], summary["policy_version"]) == (2, 2)
     assert summary["executions"]["dispatched"] == summary["executions"]["launched"] == 16
     assert summary["executions"]["by_outcome"] == {"completed": 16}
-    assert summary["requests"] == {"total": 32, "rerouted": 0, "continued": 0, "lost": 0}
+    assert summary["requests"] == {"total": 32, "rerouted": 0, "continued": 0, "restarted": 0, "lost": 0}
     assert summary["reward"] == [0.25, 0.75]
     assert summary["joins"] == [1, 2]
     assert summary["weights_checksum"] == "checksum-1-2"
@@ -104,10 +104,14 @@ def test_an_execution_counts_at_its_first_closing() -> None:
     script.quota(0, 1)
     script.close(0, lost=1)
     script.close(0, outcome="failed")
-    script.close(1, None, "timed_out", rerouted=1, continued=1)
+    script.close(1, None, "timed_out", rerouted=1, continued=1, spliced=9, drifted=3, drift_tokens=1200, forked=1)
     summary = metrics_of(script).summary()
     assert summary["executions"]["by_outcome"] == {"completed": 1, "timed_out": 1}
-    assert summary["requests"] == {"total": 4, "rerouted": 1, "continued": 1, "lost": 1}
+    assert summary["requests"] == {"total": 4, "rerouted": 1, "continued": 1, "restarted": 0, "lost": 1}
+    assert summary["conversations"] == {"spliced": 9, "drifted": 3, "drift_tokens": 1200, "forked": 1}
+    line = _conversations(summary["conversations"])
+    assert "9 requests of 10" in line and "33%" in line and "1,200 tokens" in line and "1 forked (10%)" in line
+    assert _conversations(dict.fromkeys(summary["conversations"], 0)) == ""
 
 
 def test_closed_on_disk_but_not_logged(tmp_path: Path) -> None:
