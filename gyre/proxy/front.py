@@ -30,11 +30,14 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 KEEP_ALIVE_SECONDS = 5.0
+_OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/responses")
 _ENCODER = msgspec.json.Encoder()
 
 
 def speaks_anthropic(path: str, headers: Any) -> bool:
-    """Whether a request expects Anthropic's words."""
+    """Whether a request expects Anthropic's words: its path says so, or its headers where both have such a path."""
+    if path.startswith(_OPENAI_PATHS):
+        return False
     return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
@@ -167,26 +170,23 @@ class Front(web.Server):
         await self.shutdown(0.5)
 
 
-async def read_body(request: web.BaseRequest) -> bytes:
-    """The body of a request, not larger than allowed and not slower.
+async def read_body(request: web.BaseRequest, grow: Callable[[int], None]) -> bytes:
+    """The body of a request; `grow` is told of each of its pieces, and raises where there is no room for it.
 
     Raises:
-        ApiError: it is larger or slower, or is not what its headers say; the connection has to be closed.
+        ApiError: it is too large or slow, or is not what its headers say; the connection has to be closed.
     """
-    too_large = ApiError(413, f"the body is larger than {limits.MAX_BODY} bytes", code="request_too_large")
     if (request.content_length or 0) > limits.MAX_BODY:
-        raise too_large
+        raise ApiError(413, f"the body is larger than {limits.MAX_BODY} bytes", code="request_too_large")
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
-    pieces, size = [], 0
+    pieces = []
     try:
         async with asyncio.timeout(limits.BODY_SECONDS):
             while piece := await request.content.readany():
+                grow(len(piece))
                 pieces.append(piece)
-                size += len(piece)
-                if size > limits.MAX_BODY:
-                    raise too_large
     except TimeoutError as error:
         raise ApiError(408, "the body did not come in time", code="timeout") from error
     except (aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError, web.RequestPayloadError) as error:

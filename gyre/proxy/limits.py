@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gyre.proxy.dialects.errors import ApiError
 
@@ -46,12 +46,23 @@ class Room:
             own.requests -= 1
 
     @contextlib.contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        """Keep a body of so many bytes. Raises ApiError where there is no room."""
-        if self.bytes + size > LIVE_BYTES:
-            raise ApiError(429, "the bodies of the requests under way are too large", code="rate_limit_exceeded")
-        self.bytes += size
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Keep a body while it comes and is answered: what is given is to be told of every piece of it, in bytes.
+
+        It raises ApiError where the body is too large, or there is no room for it.
+        """
+        held = 0
+
+        def grow(size: int) -> None:
+            nonlocal held
+            if held + size > MAX_BODY:
+                raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="request_too_large")
+            if self.bytes + size > LIVE_BYTES:
+                raise ApiError(429, "the bodies of the requests under way are too large", code="rate_limit_exceeded")
+            held += size
+            self.bytes += size
+
         try:
-            yield
+            yield grow
         finally:
-            self.bytes -= size
+            self.bytes -= held

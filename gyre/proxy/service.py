@@ -148,10 +148,10 @@ class Service:
         assert task is not None
         tasks.add(task)
         try:
-            data = await front.read_body(request)
-            if client.execution.closed:
-                raise ApiError(401, "the execution is over", code="invalid_api_key")
-            with self._room.hold(len(data)):
+            with self._room.hold() as grow:
+                data = await front.read_body(request, grow)
+                if client.execution.closed:
+                    raise ApiError(401, "the execution is over", code="invalid_api_key")
                 yield decode(data)
         finally:
             tasks.discard(task)
@@ -183,7 +183,7 @@ class Service:
             self._demand_model(body.get("model") if isinstance(body.get("model"), str) else None)
             call = make(body, self._settings.max_context, client.store)
             try:
-                asked = chat.parse(call.chat) if "messages" in call.chat else chat.parse_completion(call.chat)
+                asked = (chat.parse_completion if call.completion else chat.parse)(call.chat)
             except chat.BadRequest as error:
                 raise Invalid(str(error)) from error
             return await self._answer(request, client.execution, call, asked, request_id)

@@ -15,6 +15,7 @@ class Call(Protocol):
 
     chat: Json  # the body of the chat completion (or plain completion) that stands for it
     stream: bool
+    completion: bool  # without messages
 
     def answer(self, given: Json) -> Json:
         """The plain answer, from that of the chat completion."""

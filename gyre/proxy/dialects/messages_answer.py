@@ -49,6 +49,7 @@ class MessageCall:
     def __init__(self, body: Json, max_context: int) -> None:
         self.chat = to_chat(body, max_context)
         self.stream = bool(self.chat.get("stream"))
+        self.completion = False
         self.last = b""
         self._thinking = thinking_is(body)
         self._begun = False

@@ -34,6 +34,7 @@ class OpenAiCall:
     def __init__(self, body: Json, completion: bool = False) -> None:
         self.chat = _checked(body, completion)
         self.stream = bool(body.get("stream"))
+        self.completion = completion
         self.last = b"data: [DONE]\n\n"
 
     def answer(self, given: Json) -> Json:

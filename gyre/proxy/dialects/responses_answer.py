@@ -24,6 +24,7 @@ class ResponseCall:
     def __init__(self, body: Json, max_context: int, store: Store) -> None:
         self.chat, self._new = to_chat(body, max_context, store)
         self.stream = bool(self.chat.get("stream"))
+        self.completion = False
         self.last = b""
         self._body = body
         self._store = store if optional(body, "store", bool, default=True) else None

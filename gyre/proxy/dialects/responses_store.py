@@ -14,7 +14,7 @@ import msgspec
 from gyre.proxy.dialects.errors import ApiError, Invalid, Json
 
 MAX_RESPONSES = 1024
-MAX_BYTES = 64 << 20
+MAX_BYTES = 16 << 20
 
 
 @dataclass
