@@ -75,6 +75,11 @@ class HarnessConfig(_Section):
     tries: int = Field(2, ge=1, description="Tries of an execution when the infrastructure fails it.")
     score: ScoreConfig
     env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the harness.")
+    models: list[str] = Field(
+        default_factory=list,
+        description="Names beside its own under which the model is answered to agents that insist on one; `*` stands "
+        "for any part of a name.",
+    )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     keep_workspaces: Literal["all", "failed", "none"] = Field("failed", description="Workspaces kept after scoring.")
 

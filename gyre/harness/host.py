@@ -237,6 +237,7 @@ class HostSupervisor:
             "request_timeout": config.serving.request_timeout,
             "slots": config.cells.slots,
             "model": model_name(config),
+            "models": config.harness.models,
         }
 
     async def _watch_proxy(self) -> None:
