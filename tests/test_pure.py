@@ -41,6 +41,7 @@ MUST_BE_PURE = {
     "gyre.trajectories.advantages",
     "gyre.trajectories.sample",
     "gyre.trajectories.tree",
+    *(name for name in MODULES if name.startswith("gyre.proxy.dialects.")),
     *(name for name in MODULES if name.startswith("gyre.scheduler.") and name != "gyre.scheduler.loop"),
 }
 HEAVY = {"torch", "vllm", "deepspeed", "aiohttp", "transformers", "submitit", "rich"}
