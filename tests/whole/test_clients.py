@@ -33,6 +33,8 @@ LINES = [
     {"turn": 2, "last": "noted", "content": "東京 is warmer: 31 °C."},
 ]
 FINAL = LINES[-1]["content"]
+LONG = '東京 "漢" ' * 100  # 1700 tokens, 0.85 s
+MOVED = {"task": "at length", "content": "Well.", "tool_calls": [{"name": "note", "arguments": {"text": LONG}}]}
 ARGUMENTS = [[json.loads(call["arguments"]) for call in line.get("tool_calls", ())] for line in LINES]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "text": {"type": "string"}}}
 TOOLS = ("weather", "note")
@@ -49,6 +51,7 @@ class Place:
     def __init__(self, directory):
         self.directory = directory
         self.number = 0
+        self._epoch = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.run(self._start())
@@ -58,7 +61,7 @@ class Place:
 
     async def _start(self):
         model, script = models.resolve("gyre:timed"), self.directory / "answers.jsonl"
-        script.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+        script.write_text("".join(json.dumps(line) + "\n" for line in (MOVED, *LINES)))
         pace = {"tokens_per_second": 2000.0, "slowdown": 0.0, "sleep_seconds": 0.0, "wake_seconds": 0.0}
         settings = EngineSettings(
             model=str(model), secret=SECRET, max_context=8192, slots=8, timed=pace, scripted=str(script)
@@ -70,9 +73,18 @@ class Place:
         self.url = f"http://127.0.0.1:{started['port']}"
         await self._engine.ready(60)
         await self._engine.load(model)
-        await self._engine.open(1, 0)
-        route = {"url": self._engine.url, "epoch": 1, "policy": 0}
-        await self._proxy.call("routes", version=1, engines={"0": route}, moves={})
+        await self._open()
+
+    async def _open(self):
+        self._epoch += 1
+        await self._engine.open(self._epoch, 0)
+        route = {"url": self._engine.url, "epoch": self._epoch, "policy": 0}
+        await self._proxy.call("routes", version=self._epoch, engines={"0": route}, moves={})
+
+    def leave_and_come_back(self):
+        """End what the engine works on, and serve again as another cell would."""
+        self.run(self._engine.close())
+        self.run(self._open())
 
     def register(self):
         """A new execution's number and token."""
@@ -148,6 +160,28 @@ def test_openai_chat(execution, stream):
             call["function"]["arguments"] = json.dumps(given, indent=1, sort_keys=True)  # as some clients do
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": use(name, given)})
     assert messages[-1]["content"] == FINAL
+
+
+def test_a_call_of_a_tool_goes_on_elsewhere_in_one_stream(place):
+    number, token = place.register()
+    client = openai.OpenAI(base_url=f"{place.url}/v1", api_key=token, max_retries=0)
+    tools = [{"type": "function", "function": {"name": "note", "parameters": SCHEMA}}]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Note it at length."}], "tools": tools}
+    arguments, moves = 0, 0
+    with client.chat.completions.stream(**asked) as events:
+        for event in events:
+            arguments += event.type == "tool_calls.function.arguments.delta"
+            if moves < 2 and arguments > 5 + 20 * moves:
+                place.leave_and_come_back()
+                moves += 1
+        answer = events.get_final_completion().choices[0]
+    (call,) = answer.message.tool_calls
+    assert (answer.message.content, answer.finish_reason, moves) == ("Well.", "tool_calls", 2)
+    assert json.loads(call.function.arguments) == {"text": LONG}
+    counts, (record,) = place.close(number)
+    assert (counts["rerouted"], counts["continued"], counts["restarted"]) == (1, 1, 0)
+    assert [span.epoch for span in record.spans] == sorted({span.epoch for span in record.spans})
+    assert len(record.spans) == record.legs == 3 and record.trainable
 
 
 def response(client, asked, stream):
