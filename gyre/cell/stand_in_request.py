@@ -11,7 +11,7 @@ from gyre.splice import ARGUMENT, Extension, PromptNote, resolve
 Message = dict[str, Any]
 
 #: What a body that is no such request raises where it is read.
-WRONG = (ValueError, KeyError, TypeError, AttributeError)
+WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Asked:

@@ -264,6 +264,7 @@ def test_stop_strings_lengths_and_completions(engine):
         ({"messages": [user(3)]}, "content must be a text"),
         ({"messages": [user("think")], "vllm_xargs": {"gyre": "[]"}}, "must be a JSON object"),
         ({"messages": [user("think")], "max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"messages": [user("think")], "max_tokens": float("inf")}, "OverflowError"),
         ([], "TypeError"),
     ],
 )

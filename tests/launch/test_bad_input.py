@@ -86,6 +86,22 @@ def test_task_file(tmp_path, lines, words):
 
 
 @pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, ["engine.scripted.answers", "No such file"]),
+        ('{"content": "a"}\n{"contents": "b"}\n', ["line 2", "did you mean content?"]),
+    ],
+)
+def test_script_of_answers(tmp_path, lines, words):
+    data = settings(tmp_path)
+    data["engine"] = {"kind": "scripted", "scripted": {"answers": "answers.jsonl"}}
+    data["train"]["kind"] = "timed"
+    if lines is not None:
+        (tmp_path / "answers.jsonl").write_text(lines)
+    refused(*run(tmp_path, data), *words)
+
+
+@pytest.mark.parametrize(
     ("score", "words"),
     [
         ({"command": ["no-such-scorer"]}, ["harness.score.command", "no-such-scorer"]),
