@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import time
 import uuid
@@ -74,7 +75,7 @@ class _Connection(web.RequestHandler):
         if (sock := transport.get_extra_info("socket")) is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.WRITE_BUFFER)
-        if len(self._manager.connections) > limits.MAX_CONNECTIONS:
+        if self._manager.is_full():
             self._give_up(ApiError(503, "the proxy has too many connections"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -138,6 +139,9 @@ class Front(web.Server):
     def __init__(self, handler: Handler) -> None:
         super().__init__(handler, handler_cancellation=True)
         self._sockets: asyncio.Server | None = None
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Every client's request takes another connection, to an engine.
+        self._most = min(limits.MAX_CONNECTIONS, files // 2 if files > 0 else limits.MAX_CONNECTIONS)
 
     def __call__(self) -> web.RequestHandler:
         """A new connection."""
@@ -151,6 +155,10 @@ class Front(web.Server):
             max_field_size=limits.MAX_LINE,
             max_headers=limits.MAX_HEADERS,
         )
+
+    def is_full(self) -> bool:
+        """Whether there are more connections than there may be."""
+        return len(self._connections) > self._most
 
     async def listen(self) -> int:
         """Listen on a free port of loopback; returns it."""

@@ -7,7 +7,9 @@ supervisor: start, routes, register, held, close, totals. Requests: see `gyre.pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,8 +121,16 @@ class Proxy:
             self._service.keep_alive()
 
 
+def _raise_file_limit() -> None:
+    """A stream takes two connections, and a thousand streams are more than most systems allow at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def main() -> None:
     """Serve until the supervisor closes."""
+    _raise_file_limit()
     proxy, endpoint = Proxy(), AsyncEndpoint()
     operations = ("start", "routes", "register", "held", "close", "totals")
     try:

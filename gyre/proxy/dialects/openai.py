@@ -11,6 +11,8 @@ from gyre.proxy.dialects.reading import demand, objects, optional, path, require
 
 #: What the proxy alone says to an engine.
 _RESERVED = ("kv_transfer_params", "ec_transfer_params", "request_id")
+#: Beyond these, logits that are multiplied with it stop being numbers.
+_PENALTIES = (0.01, 100.0)
 #: Kinds of the options that are read on the way to the engine, which checks the others.
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), float),
@@ -67,6 +69,8 @@ def _checked(body: Json, completion: bool) -> Json:
             optional(body, key, kinds)
     for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
         optional(tool, "function", dict, path("tools", index))
+    if not _PENALTIES[0] <= (body.get("repetition_penalty") or 1.0) <= _PENALTIES[1]:
+        raise Invalid(f"must be between {_PENALTIES[0]} and {_PENALTIES[1]}", "repetition_penalty")
     for key in ("stop_token_ids", "allowed_token_ids"):
         for index, token in enumerate(body.get(key) or ()):
             demand(token, int, path(key, index))

@@ -14,6 +14,8 @@ from gyre.proxy.dialects.errors import Invalid, Json
 MAX_DEPTH = 100
 MAX_CONTAINERS = 1_000_000
 
+#: Engines keep integers in 64 bits, and some of them fail where one does not fit.
+_INTEGERS = 1 << 63
 _NAMES = {
     str: "a string",
     int: "an integer",
@@ -61,6 +63,8 @@ def demand(value: Any, kinds: type | tuple[type, ...], where: str) -> Any:
     fits = isinstance(value, (*allowed, int) if float in allowed else allowed)
     if not fits or (isinstance(value, bool) and bool not in allowed):
         raise Invalid("must be " + " or ".join(_NAMES[kind] for kind in allowed), where)
+    if type(value) is int and not -_INTEGERS <= value < _INTEGERS:
+        raise Invalid("is too large a number", where)
     return value
 
 
