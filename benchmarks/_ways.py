@@ -101,7 +101,7 @@ def direct(engines: Engines) -> Way:
 
 async def gyre(engines: Engines, place: Path, sampled: Path | None = None) -> Way:
     """Gyre's proxy as a harness host runs it, with an execution for every stream."""
-    command = [sys.executable, "-m", "gyre.proxy.server"]
+    command = [sys.executable, "-P", "-m", "gyre.proxy.server"]  # the one beside this benchmark
     if sampled is not None:
         command = [sys.executable, str(HERE / "_samples.py"), str(sampled)]
     place = Path(tempfile.mkdtemp(dir=place))
