@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -11,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from gyre.cell.kv_scheduler import SchedulerSide
-from gyre.cell.kv_worker import WorkerSide
+from gyre.cell.kv_worker import Load, WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,13 @@ def transfer_config(page: str, transport_name: str, limit: int) -> dict[str, Any
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"page": page, "transport": transport_name, "limit": limit},
     }
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    """What the workers are to do in a step."""
+
+    loads: list[Load] = field(default_factory=list)
 
 
 class Handoff(KVConnectorBase_V1):
@@ -72,7 +80,7 @@ class Handoff(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Follow what a step does to blocks."""
-        return self._scheduler.scheduled(scheduler_output)
+        return Loads(self._scheduler.scheduled(scheduler_output))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are pinned by counting them once more: the request itself ends here."""

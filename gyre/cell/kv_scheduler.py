@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from gyre.cell.kv_index import ROOT, Entry, Ledger, extend
 from gyre.cell.kv_segment import Page, Plan, Stage, Unavailable, path_of
 from gyre.cell.kv_transport import Found, Kind, Search, Wanted, transport
-from gyre.cell.kv_worker import Load, Loads
+from gyre.cell.kv_worker import Load
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +112,7 @@ class SchedulerSide:
         self._page()
         self._requests[request.request_id] = request
 
-    def scheduled(self, output: SchedulerOutput) -> Loads:
+    def scheduled(self, output: SchedulerOutput) -> list[Load]:
         """Follow the blocks of a step, which is about to be computed; returns what is to be loaded in it."""
         for new in output.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
@@ -129,7 +129,7 @@ class SchedulerSide:
                     tracked.table.extend(blocks[0])
                 self._note(tracked)
         loads, self._loads = self._loads, []
-        return Loads(loads)
+        return loads
 
     def _begin(self, name: str, blocks: list[int], computed: int) -> None:
         """A request gets its blocks, the first of which hold the `computed` tokens it starts behind."""

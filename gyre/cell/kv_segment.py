@@ -13,6 +13,7 @@ copied what was exported.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import struct
@@ -20,6 +21,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+
+import psutil
 
 from gyre.cell.kv_index import KEY_BYTES, Chosen, Entry, Index
 from gyre.errors import GyreError
@@ -232,6 +236,29 @@ class Plan:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
+def _available() -> int:
+    """Bytes of memory that may still be taken, by the machine's count and by this control group's."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or one without a limit
+        group = Path("/sys/fs/cgroup")
+        most, now = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(kinds["active_file"]) + int(kinds["inactive_file"])  # given back when others need it
+        available = min(available, most - now + files)
+    return available
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Have `size` bytes at hand. Memory without a name has no bound of its own: taking too much would kill processes.
+
+    Raises:
+        OSError: there is not twice as much memory.
+    """
+    if 2 * size > (available := _available()):
+        raise OSError(errno.ENOMEM, f"{size} bytes of KV blocks, with {available} bytes of memory available")
+    os.posix_fallocate(descriptor, 0, size)
+
+
 def nameless(label: str, size: int = 0) -> int:
     """The descriptor of fresh memory without a name, `size` bytes of it at hand.
 
@@ -241,7 +268,7 @@ def nameless(label: str, size: int = 0) -> int:
     descriptor = os.memfd_create(f"gyre-{label}")
     try:
         if size:
-            os.posix_fallocate(descriptor, 0, size)
+            reserve(descriptor, size)
     except BaseException:
         os.close(descriptor)
         raise

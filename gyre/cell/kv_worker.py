@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from gyre.cell.kv_segment import INDEX_AT, Header, Plan, Unavailable, check, data_offset, mapped, pack_entries
+from gyre.cell.kv_segment import INDEX_AT, Header, Plan, Unavailable, check, data_offset, mapped, pack_entries, reserve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,13 +28,6 @@ class Load:
     policy: int
     shards: tuple[str, ...]
     pairs: list[tuple[int, int]]
-
-
-@dataclass
-class Loads(KVConnectorMetadata):
-    """What the workers are to do in a step."""
-
-    loads: list[Load] = field(default_factory=list)
 
 
 class WorkerSide:
@@ -120,7 +112,7 @@ class WorkerSide:
         )
         descriptor = os.open(shards[self._rank], os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, header.size)  # fails where memory is short, in place of a SIGBUS
+            reserve(descriptor, header.size)
             with mmap.mmap(descriptor, 0) as memory:
                 target = _matrix(memory, header)
                 blocks = torch.tensor([each.block for each in plan.chosen])

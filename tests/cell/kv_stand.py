@@ -41,6 +41,8 @@ class Engine:
         self.session = session
         self.epoch = 0
         self.policy = 0
+        self.asleep = False
+        self.exported: dict[str, Any] = {}
 
     @classmethod
     async def start(cls, model: Path, log: Path, rank: int, **changes: Any) -> Engine:
@@ -55,6 +57,19 @@ class Engine:
     async def ready(self) -> None:
         """Wait until it can be reached."""
         await self.process.ready(300)
+
+    async def sleep(self) -> dict[str, Any]:
+        """Give the memory up; returns what is still held."""
+        self.asleep = True
+        return await self.process.sleep()
+
+    async def wake(self) -> None:
+        """Be as before the sleep, if there was one."""
+        if self.asleep:
+            await self.process.wake(["weights"])
+            await self.process.load(self.process.settings.model)
+            await self.process.wake(["kv_cache"])
+            self.asleep = False
 
     async def open(self, policy: int = 0, epoch: int | None = None) -> None:
         """Serve, under the next epoch."""

@@ -1,0 +1,528 @@
+"""KV handoff without an engine: what blocks are worth, the memory they go through, and who may not have them.
+
+Every test ends with the check that no memory of a handoff is left open in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from array import array
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre.cell.gate import Gate
+from gyre.cell.kv_index import ROOT, Chosen, Entry, Index, Ledger, extend, key
+from gyre.cell.kv_segment import (
+    INDEX_AT,
+    Header,
+    Page,
+    Plan,
+    Stage,
+    Unavailable,
+    check,
+    data_offset,
+    give_up,
+    mapped,
+    nameless,
+    path_of,
+    read_index,
+    read_page,
+)
+from gyre.cell.kv_source import Source
+from gyre.cell.kv_transport import Address, Kind, Shared, Socket, Wanted, ready
+from gyre.cell.kv_worker import Load, WorkerSide
+from tests.cell.test_gate import ToyControl
+
+SIZE = 4  # tokens of a block here
+SECRET = "run's key"
+MODEL = b"m" * 16
+KIND = Kind(MODEL, SIZE)
+TOKENS = st.lists(st.integers(0, 3), max_size=24)
+
+
+def handoff_memory() -> list[str]:
+    """Descriptors of handoff memory that this process has open."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(name for name in names if "memfd:gyre-kv" in name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    assert handoff_memory() == []
+
+
+def entries(tokens: list[int]) -> list[Entry]:
+    """The entries of a prefix's blocks, the last one perhaps not full."""
+    found: list[Entry] = []
+    for at in range(0, len(tokens), SIZE):
+        found.append(Entry.of(found[-1].key if found else ROOT, tokens[at : at + SIZE]))
+    return found
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# -- what blocks are worth -------------------------------------------------------------------------------------------
+@given(TOKENS, st.lists(st.integers(0, 24), max_size=6))
+def test_a_chain_is_the_same_in_whatever_pieces_it_grows(tokens, lengths):
+    grown: list[bytes] = []
+    for length in sorted(min(each, len(tokens)) for each in lengths):
+        extend(grown, tokens, SIZE, length)
+    extend(grown, tokens, SIZE, len(tokens))
+    assert grown == [each.key for each in entries(tokens) if len(each.tokens) == SIZE]
+
+
+def test_a_key_stands_for_the_whole_prefix_and_for_how_much_of_a_block_is_there():
+    assert key(ROOT, [1, 2, 3, 4]) != key(key(ROOT, [0, 0, 0, 0]), [1, 2, 3, 4])
+    assert len({key(ROOT, [1, 0, 0][:n]) for n in (1, 2, 3)}) == 3
+
+
+@given(st.lists(TOKENS, max_size=5), TOKENS)
+def test_a_match_is_the_longest_prefix_that_any_request_left(held, wanted):
+    left: dict[bytes, Entry] = {}
+    for tokens in held:
+        left.update({each.key: each for each in entries(tokens)})
+    found = Index(list(left.values()), SIZE).match(wanted)
+    assert found.tokens == max((common(tokens, wanted) for tokens in held), default=0)
+    assert len(found.slots) == -(-found.tokens // SIZE)
+    kept = [token for slot in found.slots for token in list(left.values())[slot].tokens]
+    assert kept[: found.tokens] == wanted[: found.tokens]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_ledger_says_what_blocks_hold_and_plans_whole_prefixes(data):
+    """Requests write blocks that others had; whatever is planned is what stands there, with all that precedes it."""
+    blocks: dict[int, Entry] = {}
+    ledger, latest = Ledger(), []
+    for _ in range(data.draw(st.integers(0, 6))):
+        wrote = entries(data.draw(TOKENS))
+        places = data.draw(st.permutations(range(8)))[: len(wrote)]
+        ledger.drop(places)
+        for place in places:
+            blocks.pop(place, None)
+        for place, entry in zip(places, wrote, strict=False):
+            ledger.hold(place, entry)
+            blocks[place] = entry
+        latest = wrote[: len(places)]
+    limit = data.draw(st.integers(0, 8))
+    plan = ledger.plan(limit)
+    chosen = {each.entry.key for each in plan}
+    assert len(plan) == len(chosen) <= limit
+    for each in plan:
+        assert blocks[each.block] == each.entry
+        assert each.entry.parent == ROOT or each.entry.parent in chosen
+        assert each.leaf == (each.entry.key not in {other.entry.parent for other in plan})
+    assert {entry.key for entry in latest[:limit]} <= chosen, "the latest request comes first"
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+PAGE = Page(b"t" * 16, Stage.READY, 3, 5, 7, 5, -1, (11, 12))
+
+
+def test_pages_and_plans_are_what_they_were():
+    assert Page.unpack(PAGE.pack()) == PAGE
+    plan = Plan(MODEL, SIZE, [Chosen(e, 9 - n, n == 2) for n, e in enumerate(entries(list(range(11))))])
+    assert Plan.unpack(plan.pack()) == plan
+    assert Plan.unpack(Plan(MODEL, SIZE, []).pack()).chosen == []
+
+
+@given(st.data())
+def test_bytes_that_are_no_page_plan_or_shard_are_refused_or_harmless(data):
+    plan = Plan(MODEL, SIZE, [Chosen(e, n, True) for n, e in enumerate(entries(list(range(11))))]).pack()
+    shard = Header(5, 7, MODEL, b"l" * 16, 64, SIZE, 3, data_offset(3, SIZE)).pack()
+    for whole, unpack in ((PAGE.pack(), Page.unpack), (plan, Plan.unpack), (shard, Header.unpack)):
+        bytes_ = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+        for at in data.draw(st.lists(st.integers(0, max(0, len(bytes_) - 1)), max_size=4)) if bytes_ else ():
+            bytes_[at] = data.draw(st.integers(0, 255))
+        with contextlib.suppress(Unavailable):
+            unpack(bytes(bytes_))
+        with pytest.raises(Unavailable):
+            unpack(b"\0" * len(whole))
+
+
+class Caches:
+    """A worker with caches of two layers, whose blocks stand in the first or in the second dimension."""
+
+    def __init__(self, blocks: int = 8, halves: bool = False, rank: int = 0, heads: int = 2) -> None:
+        shape = (2, blocks, heads, SIZE, 8) if halves else (blocks, heads, SIZE, 16)
+        self.caches = {name: torch.randn(shape) for name in ("layer.0", "layer.1")}
+        self.dim = 1 if halves else 0
+        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+        self.worker = WorkerSide(config, SimpleNamespace(num_blocks=blocks))
+        self.worker.register(self.caches)
+
+    def block(self, number: int) -> list[torch.Tensor]:
+        return [cache.select(self.dim, number).clone() for cache in self.caches.values()]
+
+
+class ToyCore:
+    """An engine whose scheduler planned `chosen`, with a worker for each shard."""
+
+    def __init__(self, source: Source, workers: list[Caches], chosen: list[Chosen]) -> None:
+        self.shards = len(workers)
+        self.plans = 0
+        self.fault: Exception | None = None
+        self._source, self._workers, self._chosen = source, workers, chosen
+
+    async def plan(self) -> None:
+        self.plans += 1
+        page = read_page(self._source.path, self._source.tag)
+        if page.stage is Stage.EXPORTING:
+            with open(path_of(os.getpid(), page.plan), "wb") as file:
+                file.write(Plan(MODEL, SIZE, self._chosen).pack())
+
+    async def export(self, plan: str, shards: list[str], generation: int, policy: int) -> None:
+        if self.fault:
+            raise self.fault
+        for each in self._workers:
+            each.worker.export(plan, shards, generation, policy)
+
+
+PREFIX = list(range(10))  # two blocks and a half
+CHOSEN = [Chosen(entry, block, block == 1) for entry, block in zip(entries(PREFIX), (5, 3, 1), strict=True)]
+
+
+@contextlib.asynccontextmanager
+async def exported(workers: list[Caches] | None = None, timeout: float = 30.0, url: str = "http://127.0.0.1:1"):
+    """A source of epoch 4 and policy 2 that has left rollout, with what a request says of it."""
+    source = Source(SECRET, timeout)
+    try:
+        core = ToyCore(source, workers or [Caches()], CHOSEN)
+        source.attach(core)
+        source.serve(4, 2)
+        source.pin()
+        answer = await source.export()
+        assert answer["blocks"] == 3 and answer["bytes"] == source.bytes > 0
+        yield SimpleNamespace(
+            source=source,
+            core=core,
+            parameters={"address": source.address(url), "epoch": 4, "policy": 2},
+            wanted=Wanted(Address.decode(source.address(url), SECRET), 4, 2),
+            page=lambda: read_page(source.path, source.tag),
+        )
+    finally:
+        source.close()
+
+
+def look(wanted, tokens, kind=KIND, transport=None):
+    return (transport or Shared()).search(wanted, tokens, kind).poll(0.0)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_blocks_arrive_as_they_were_on_every_worker(halves):
+    async def scenario():
+        there = [Caches(halves=halves, rank=rank) for rank in (0, 1)]
+        async with exported(there) as left:
+            found = look(left.wanted, [*PREFIX[:9], 99])
+            assert (found.tokens, len(found.slots)) == (9, 3)
+            here = [Caches(halves=halves, rank=rank, blocks=6 if not halves else 8) for rank in (0, 1)]
+            pairs = list(zip((0, 4, 2), found.slots, strict=True))
+            for source, target in zip(there, here, strict=True):
+                untouched = target.block(1)
+                target.worker.load([Load(found.generation, found.policy, found.shards, pairs)])
+                assert target.worker.failed() == set()
+                for mine, theirs in ((0, 5), (4, 3), (2, 1)):
+                    assert all(map(torch.equal, target.block(mine), source.block(theirs)))
+                assert all(map(torch.equal, target.block(1), untouched))
+
+    asyncio.run(scenario())
+
+
+def test_only_the_wanted_epoch_policy_and_kind_are_found():
+    async def scenario():
+        async with exported() as left:
+            assert look(left.wanted, PREFIX).tokens == 10
+            for other in (replace(left.wanted, epoch=3), replace(left.wanted, policy=1)):
+                with pytest.raises(Unavailable, match="source"):
+                    look(other, PREFIX)
+            with pytest.raises(Unavailable, match="another model"):
+                look(left.wanted, PREFIX, Kind(b"x" * 16, SIZE))
+            assert look(left.wanted, [99, *PREFIX]).tokens == 0
+            address = replace(left.wanted.address, tag=b"x" * 16)
+            with pytest.raises(Unavailable, match="another engine"):
+                look(replace(left.wanted, address=address), PREFIX)
+            with pytest.raises(Unavailable):
+                look(replace(left.wanted, address=replace(left.wanted.address, descriptor=99999)), PREFIX)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_given_up_or_in_another_layout_is_computed():
+    async def scenario():
+        async with exported() as left:
+            found = look(left.wanted, PREFIX)
+            load = Load(found.generation, found.policy, found.shards, [(0, 0)])
+            other = Caches(heads=1)
+            other.worker.load([load])
+            assert other.worker.failed() == {0}
+            here = Caches()
+            for wrong in (replace(load, policy=3), replace(load, generation=5), replace(load, pairs=[(0, 3)])):
+                here.worker.load([wrong])
+                assert here.worker.failed() == {0}
+            Caches(rank=1).worker.load([load])  # a worker that the source has not
+            with mapped(found.shards[0]) as late:  # it was mapped before, and so is still there
+                left.source.release("test")
+                with pytest.raises(Unavailable, match="given up"):
+                    check(late, found.generation, found.policy, MODEL)
+            here.worker.load([load])
+            assert here.worker.failed() == {0}
+            with pytest.raises(Unavailable):
+                look(left.wanted, PREFIX)
+
+    asyncio.run(scenario())
+
+
+def test_blocks_go_when_every_prefix_was_taken_by_every_worker():
+    async def scenario():
+        async with exported([Caches(rank=0), Caches(rank=1)]) as left:
+            found = look(left.wanted, PREFIX)
+            load = Load(found.generation, found.policy, found.shards, [(n, s) for n, s in enumerate(found.slots)])
+            Caches(rank=0).worker.load([load])
+            await asyncio.sleep(0.3)
+            assert left.page().stage is Stage.READY
+            Caches(rank=1).worker.load([load])
+            while left.page().stage is Stage.READY:
+                await asyncio.sleep(0.02)
+            assert left.source.bytes == 0 and left.page().generation == -1
+
+    asyncio.run(scenario())
+
+
+def test_blocks_go_after_a_time_and_when_the_engine_serves():
+    async def scenario():
+        async with exported(timeout=0.05) as left:
+            while left.page().stage is Stage.READY:
+                await asyncio.sleep(0.02)
+            assert left.source.bytes == 0
+        async with exported() as left:
+            turn = left.page().turn
+            left.source.serve(5, 2)
+            page = left.page()
+            assert (page.stage, page.epoch, page.turn, page.fds) == (Stage.SERVING, 5, turn + 1, ())
+            left.source.hold()
+            assert left.page().policy == -1
+
+    asyncio.run(scenario())
+
+
+def test_an_export_that_fails_leaves_nothing_and_unpins():
+    async def scenario():
+        source = Source(SECRET, 30.0)
+        core = ToyCore(source, [Caches()], CHOSEN)
+        source.attach(core)
+        source.serve(1, 0)
+        assert (await source.export())["blocks"] == 0  # nobody was cut off
+        source.pin()
+        core.fault = OSError("no memory")
+        with pytest.raises(OSError, match="no memory"):
+            await source.export()
+        assert read_page(source.path, source.tag).stage is Stage.GONE
+        assert not [name for name in handoff_memory() if "page" not in name]
+        source.serve(2, 0)
+        source.pin()
+        before = core.plans
+        await source.settle()
+        assert core.plans == before + 1
+        source.close()
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_is_short_is_an_error_and_no_signal():
+    with pytest.raises(OSError):
+        nameless("kv-much", 1 << 60)
+
+
+def test_a_shard_says_where_its_blocks_are():
+    index = entries(PREFIX)
+    header = Header(1, 2, MODEL, b"l" * 16, 64, SIZE, 3, data_offset(3, SIZE))
+    descriptor = nameless("kv-test", header.size)
+    core = Plan(MODEL, SIZE, CHOSEN).pack()
+    os.pwrite(descriptor, header.pack(), 0)
+    os.pwrite(descriptor, core[40:][: header.taken_at - INDEX_AT], INDEX_AT)
+    with mapped(path_of(os.getpid(), descriptor)) as memory:
+        assert check(memory, 1, 2, MODEL) == header
+        assert read_index(memory, header).match(PREFIX).slots == (0, 1, 2)
+        assert len(read_index(memory, header)) == len(index)
+        give_up(descriptor)
+        with pytest.raises(Unavailable):
+            check(memory, 1, 2, MODEL)
+    os.ftruncate(descriptor, header.size - 1)
+    os.pwrite(descriptor, header.pack(), 0)
+    with mapped(path_of(os.getpid(), descriptor)) as memory, pytest.raises(Unavailable, match="without all"):
+        check(memory, 1, 2, MODEL)
+    os.close(descriptor)
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+ADDRESS = Address("0123abcd-4", 77, 5, b"t" * 16, "http://10.0.0.1:8000")
+
+
+@given(st.data())
+def test_an_address_that_was_altered_is_no_address(data):
+    text = ADDRESS.encode(SECRET)
+    assert Address.decode(text, SECRET) == ADDRESS
+    at, letter = data.draw(st.integers(0, len(text) - 1)), data.draw(st.characters())
+    if (altered := text[:at] + letter + text[at + 1 :]) != text:
+        with pytest.raises(Unavailable):
+            Address.decode(altered, SECRET)
+    with pytest.raises(Unavailable):
+        Address.decode(text, "another run's key")
+
+
+JSON = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just({"address": "x"}) | st.just([])
+
+
+@given(JSON, JSON, JSON)
+def test_nonsense_in_a_request_is_no_reason_to_fail(anything, epoch, policy):
+    for words in (anything, {"address": ADDRESS.encode(SECRET), "epoch": epoch, "policy": policy}):
+        with contextlib.suppress(Unavailable):
+            assert Wanted.of(words, SECRET).address == ADDRESS
+
+
+@pytest.mark.parametrize(
+    ("stage", "waited", "answer"),
+    [
+        (Stage.READY, 0, True),
+        (Stage.SERVING, 0, False),  # its order is on the way
+        (Stage.SERVING, 1, None),
+        (Stage.PINNING, 1, False),
+        (Stage.EXPORTING, 9, False),
+        (Stage.EXPORTING, 11, None),
+        (Stage.GONE, 0, None),
+        (Stage.HELD, 0, None),
+        (Stage.STARTED, 0, None),
+    ],
+)
+def test_an_export_on_its_way_is_waited_for_within_bounds(stage, waited, answer):
+    wanted = Wanted(ADDRESS, 5, 7)
+    page = replace(PAGE, stage=stage)
+    if answer is None:
+        with pytest.raises(Unavailable):
+            ready(page, wanted, waited)
+    else:
+        assert ready(page, wanted, waited) is answer
+
+
+# -- sockets ---------------------------------------------------------------------------------------------------------
+@contextlib.asynccontextmanager
+async def served(workers: list[Caches]):
+    """A source behind a gate on a port."""
+    async with exported(workers) as left:
+        gate = Gate(None, secret=SECRET, rank=0, control=ToyControl(None), kv=left.source)
+        server = uvicorn.Server(uvicorn.Config(gate, port=0, lifespan="off", log_level="error"))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        left.wanted = replace(left.wanted, address=replace(left.wanted.address, url=f"http://127.0.0.1:{port}"))
+        try:
+            yield left
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def fetch(wanted, tokens, limit=1 << 20, secret=SECRET, kind=KIND):
+    search = Socket(secret, limit).search(wanted, tokens, kind)
+    while (found := search.poll(0.0)) is None:
+        await asyncio.sleep(0.01)
+    return found
+
+
+def test_blocks_come_over_a_socket_and_are_acknowledged():
+    async def scenario():
+        there = [Caches(rank=rank) for rank in (0, 1)]
+        async with served(there) as left:
+            found = await fetch(left.wanted, PREFIX)
+            assert (found.tokens, found.slots) == (10, (0, 1, 2))
+            while left.page().stage is Stage.READY:  # all was taken
+                await asyncio.sleep(0.02)
+            for source, target in zip(there, (Caches(rank=0), Caches(rank=1)), strict=True):
+                target.worker.load([Load(found.generation, found.policy, found.shards, [(7, 0), (6, 1), (5, 2)])])
+                assert target.worker.failed() == set()
+                for mine, theirs in ((7, 5), (6, 3), (5, 1)):
+                    assert all(map(torch.equal, target.block(mine), source.block(theirs)))
+            found.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_socket_gives_nothing_to_strangers_and_nothing_that_is_not_wanted():
+    async def scenario():
+        async with served([Caches()]) as left:
+            for wrong in (
+                {"secret": "x"},
+                {"limit": 100},
+                {"kind": Kind(b"x" * 16, SIZE)},
+                {"wanted": replace(left.wanted, policy=1)},
+                {"wanted": replace(left.wanted, address=replace(left.wanted.address, tag=b"x" * 16))},
+            ):
+                with pytest.raises(Unavailable):
+                    await fetch(**{"wanted": left.wanted, "tokens": PREFIX, **wrong})
+            assert left.page().stage is Stage.READY
+            left.source.release("test")
+            with pytest.raises(Unavailable, match="gone"):
+                await fetch(left.wanted, PREFIX)
+        with pytest.raises(Unavailable):
+            await fetch(left.wanted, PREFIX)  # nobody listens any more
+
+    asyncio.run(scenario())
+
+
+def test_odd_requests_for_blocks_are_answered():
+    async def ask(source, method, path, body=b""):
+        sent = []
+        message = {"type": "http.request", "body": body, "more_body": False}
+
+        async def receive():
+            return message
+
+        async def send(message):
+            sent.append(message)
+
+        await source.http(method, path, receive, send)
+        return sent[0]["status"]
+
+    async def scenario():
+        async with exported() as left:
+            source = left.source
+            assert await ask(source, "GET", "/gyre/kv/page") == 200
+            assert await ask(source, "GET", "/gyre/kv/index/0") == 200
+            for method, path in (("GET", "/gyre/kv/../x"), ("PUT", "/gyre/kv/page"), ("GET", "/gyre/kv/")):
+                assert await ask(source, method, path) == 404
+            for path in ("/gyre/kv/index/9", "/gyre/kv/index/-1"):
+                assert await ask(source, "GET", path) == 410
+            assert await ask(source, "GET", "/gyre/kv/index/x") == 400
+            for body in (b"", b"[]", b"{", b"{}", *map(json.dumps, ({"shard": 0}, {"shard": "0", "slots": []}))):
+                body = body if isinstance(body, bytes) else body.encode()
+                assert await ask(source, "POST", "/gyre/kv/blocks", body) in (400, 410)
+            for slots in ([3], [-1], ["0"], [True], 5):
+                body = json.dumps({"shard": 0, "generation": 4, "slots": slots}).encode()
+                assert await ask(source, "POST", "/gyre/kv/blocks", body) == 400
+            late = json.dumps({"shard": 0, "generation": 3, "slots": [0]}).encode()
+            assert await ask(source, "POST", "/gyre/kv/blocks", late) == 410
+            assert await ask(source, "POST", "/gyre/kv/taken", late) == 200
+            assert left.page().stage is Stage.READY
+            assert await ask(source, "POST", "/gyre/kv/blocks", b"0" * (5 << 20)) == 400
+
+    asyncio.run(scenario())
+
+
+def test_entries_keep_their_tokens():
+    assert Entry.of(ROOT, [1, 2]).tokens == array("i", [1, 2])
