@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("gyre.engine.kv")
+log.setLevel(logging.INFO)  # whatever vLLM makes of the root
 
 #: Environment variable with the run's key: vLLM prints its settings, so it is none of them.
 KEY_VARIABLE = "GYRE_KV_KEY"
