@@ -47,14 +47,14 @@ def reply(value: Json, status: int = 200, headers: dict[str, str] | None = None)
     return web.Response(body=_ENCODER.encode(value), status=status, headers=headers, content_type="application/json")
 
 
-def refuse(error: ApiError, anthropic: bool, request_id: str, allow: str = "") -> web.Response:
-    """An error, in the dialect's own shape; `allow` names the methods that are possible."""
+def refuse(error: ApiError, anthropic: bool, request_id: str) -> web.Response:
+    """An error, in the dialect's own shape."""
     shape = errors.anthropic(error, request_id) if anthropic else errors.openai(error)
     headers = {"request-id" if anthropic else "x-request-id": request_id}
     if error.status in (429, 503):
         headers["Retry-After"] = "1"
-    if allow:
-        headers["Allow"] = allow
+    if error.allow:
+        headers["Allow"] = error.allow
     return reply(shape, error.status, headers)
 
 

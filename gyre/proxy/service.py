@@ -110,7 +110,7 @@ class Service:
         try:
             return await self._handle(request, path, request_id)
         except ApiError as error:
-            response = front.refuse(error, anthropic, request_id, getattr(error, "allow", ""))
+            response = front.refuse(error, anthropic, request_id)
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception as error:  # a fault of ours must not look like an answer
@@ -294,9 +294,8 @@ def printable(text: str) -> str:
 
 def _demand(method: str, *allowed: str) -> None:
     if method not in allowed:
-        error = ApiError(405, f"only {', '.join(allowed)} is possible here", code="method_not_allowed")
-        error.allow = ", ".join(allowed)
-        raise error
+        names = ", ".join(allowed)
+        raise ApiError(405, f"only {names} is possible here", code="method_not_allowed", allow=names)
 
 
 Maker = Callable[[Json, int, Store], Call]

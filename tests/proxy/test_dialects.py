@@ -358,7 +358,10 @@ def test_arguments_that_are_no_object_are_not_lost():
     body = {"max_tokens": 9, "messages": HI}
     for text, wanted in (("{broken", {"INVALID_JSON": "{broken"}), ("[1]", {"INVALID_JSON": "[1]"}), ("", {})):
         given = whole({"tool_calls": [call("run", text)]}, "tool_calls")
-        assert MessageCall(body, 100).answer(given)["content"][0]["input"] == wanted
+        content = MessageCall(body, 100).answer(given)["content"]
+        assert content[0]["input"] == wanted
+        back = message(messages=[*HI, {"role": "assistant", "content": content}])["messages"][1]
+        assert back["tool_calls"] == [call("run", text or "{}")]
 
 
 @pytest.mark.parametrize("thinking", [None, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])

@@ -5,8 +5,10 @@ import contextlib
 import gzip
 import json
 
-from gyre.proxy import limits
-from tests.proxy.fake_engine import FakeEngine
+import pytest
+
+from gyre.proxy import front, limits
+from tests.proxy.fake_engine import FakeEngine, Fault
 from tests.proxy.stand import stand
 from tests.proxy.support import ASK, AUTH, run, silence
 
@@ -157,6 +159,46 @@ def test_a_client_that_hangs_up_frees_the_engine(tmp_path, caplog):
 
     with silence(caplog):
         run(scenario())
+
+
+def test_who_hangs_up_in_the_middle_of_a_request_is_forgotten(tmp_path, caplog):
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0)) as it:
+            for data in (HEAD[:40], HEAD, HEAD + b"Content-Length: 100\r\n\r\nabc"):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rsplit(":", 1)[1]))
+                writer.write(data)
+                await asyncio.sleep(0.05)
+                writer.transport.abort()
+            while (await it.proxy.totals())["requests"]:
+                await asyncio.sleep(0.01)
+            assert (await it.ask(ASK))[0] == 200
+            assert (await it.proxy.close(1, 1))["requests"] == 1
+
+    with silence(caplog):
+        run(scenario())
+
+
+PATIENT = {
+    "/v1/chat/completions": (ASK, b": waiting"),
+    "/v1/responses": ({"input": "hello"}, b": waiting"),
+    "/v1/messages": ({**ASK, "max_tokens": 900}, b"event: ping"),
+}
+
+
+@pytest.mark.parametrize("path", PATIENT)
+def test_a_stream_without_words_is_kept_alive(tmp_path, monkeypatch, path):
+    monkeypatch.setattr(front, "KEEP_ALIVE_SECONDS", 0.1)
+    body, words = PATIENT[path]
+
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0, faults=[Fault("stall", 3)])) as it:
+            async with it.post({**body, "stream": True}, path=path) as response:
+                answer = b""
+                while answer.count(words) < 3:
+                    answer += await response.content.readany()
+                assert response.status == 200 and answer.count(b"data: ") > 1
+
+    run(scenario())
 
 
 def test_a_client_that_stops_reading_is_let_go(tmp_path, monkeypatch, caplog):

@@ -33,7 +33,8 @@ _TOO_LONG = (
 class ApiError(Exception):
     """A request that gets an error for its answer: an HTTP status, what is wrong, and OpenAI's words for it.
 
-    `context` is set where the prompt does not fit: its length in tokens (or the least that it is), and the limit.
+    `context` is set where the prompt does not fit: its length in tokens (or the least that it is), and the limit;
+    `allow` names the methods that are possible where the one used is not.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         context: tuple[int, int] | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -51,6 +53,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.context = context
+        self.allow = allow
 
     @property
     def kind(self) -> str:

@@ -10,6 +10,8 @@ from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import Invalid, Json
 from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, required, texts
 
+#: The member of a tool's input that holds arguments which are no JSON object; Anthropic's advice for such a case.
+BROKEN = "INVALID_JSON"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 #: Options that only Anthropic's own servers can serve, refused where they ask for something.
@@ -69,7 +71,8 @@ def _thinking(body: Json) -> Json:
         if effort not in _EFFORTS:
             raise Invalid(f"must be one of {', '.join(_EFFORTS)}", "output_config.effort")
         chat["reasoning_effort"] = effort
-    if (form := optional(output, "format", dict, "output_config")) is not None:
+    form = optional(output, "format", dict, "output_config", default=optional(body, "output_format", dict))
+    if form is not None:
         if form.get("type") != "json_schema":
             raise Invalid("must be json_schema", "output_config.format.type")
         schema = required(form, "schema", dict, "output_config.format")
@@ -179,7 +182,11 @@ def _assistant(blocks: list[tuple[Json, str]]) -> list[Json]:
 
 
 def _call(block: Json, where: str) -> Json:
-    arguments = msgspec.json.encode(optional(block, "input", dict, where, default={})).decode()
+    given = optional(block, "input", dict, where, default={})
+    if given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
+        arguments = given[BROKEN]  # as the model wrote it
+    else:
+        arguments = msgspec.json.encode(given).decode()
     function = {"name": required(block, "name", str, where), "arguments": arguments}
     return {"id": required(block, "id", str, where), "type": "function", "function": function}
 

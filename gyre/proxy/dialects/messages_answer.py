@@ -9,7 +9,7 @@ import msgspec
 from gyre.proxy.dialects import errors, hidden
 from gyre.proxy.dialects.calls import Event, choice_of, counts_of, reasoning_of
 from gyre.proxy.dialects.errors import ApiError, Json
-from gyre.proxy.dialects.messages import thinking_is, to_chat
+from gyre.proxy.dialects.messages import BROKEN, thinking_is, to_chat
 
 
 def _stop(finish: str | None, stopped_by: Any, called: bool) -> tuple[str, str | None]:
@@ -29,12 +29,12 @@ def _usage(prompt: int, sampled: int) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """A tool's input. What a model wrote that is no JSON object is given as Anthropic advises for such a case."""
+    """A tool's input."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError, ValueError):
         value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+    return value if isinstance(value, dict) else {BROKEN: arguments}
 
 
 def _message(given: Json, content: list[Json], usage: Json) -> Json:
