@@ -209,6 +209,7 @@ def load() -> None:
         "vllm.model_executor.models.llama",
         "vllm.model_executor.models.qwen3",
         "gyre.cell.engine_worker_cpu",
+        "gyre.cell.engine_control",
         "gyre.cell.gate",
         "uvicorn.protocols.http.httptools_impl",
         "psutil",

@@ -205,6 +205,7 @@ def test_closing_cancels_inside_the_engine(engine):
         plain = asyncio.ensure_future(engine.post({"prompt": PROMPT, **LONG, "stream": False}))
         queued = [asyncio.ensure_future(engine.post({"prompt": PROMPT, **LONG})) for _ in range(3)]  # 4 slots
         while (await engine.process.status())["live"] < 7:
+            assert not any(stream.done() for stream in streams)
             await asyncio.sleep(0.01)
         started = time.monotonic()
         assert await engine.process.close() == 0
@@ -232,10 +233,12 @@ def test_closing_cancels_inside_the_engine(engine):
 
 def test_a_closed_execution_is_cut_off(opened):
     async def scenario():
+        await opened.process.hold()
         mine = asyncio.ensure_future(opened.post({"prompt": PROMPT, **LONG}, execution=7))
         other = asyncio.ensure_future(opened.complete(max_tokens=60))
-        while (await opened.process.status())["live"] < 2:
+        while (await opened.process.status())["parked"] < 2:
             await asyncio.sleep(0.01)
+        await opened.process.admit(0)  # both are live from the same moment
         await opened.process.closed([7])
         status, _, data = await mine
         assert status == 409 or b"event: gyre" in data
