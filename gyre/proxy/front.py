@@ -216,7 +216,8 @@ class EventStream:
             }
         )
         self._idle = idle
-        self._lock = asyncio.Lock()
+        self._starting = asyncio.Lock()
+        self._writing = 0
         self._last = time.monotonic()
 
     @property
@@ -225,11 +226,15 @@ class EventStream:
         return self._response.prepared
 
     async def _write(self, data: bytes) -> None:
-        async with self._lock:
-            if not self._response.prepared:
+        if not self._response.prepared:
+            async with self._starting:  # words and a sign of life may both be the first
                 await self._response.prepare(self._request)
-            self._last = time.monotonic()
+        self._last = time.monotonic()
+        self._writing += 1
+        try:
             await self._response.write(data)
+        finally:
+            self._writing -= 1
 
     async def send(self, events: list[Event]) -> None:
         """Send events."""
@@ -239,7 +244,7 @@ class EventStream:
     @property
     def silent(self) -> bool:
         """Whether the client has been told nothing for a while; never of one that is slow to read."""
-        return not self._lock.locked() and time.monotonic() - self._last >= KEEP_ALIVE_SECONDS
+        return not self._writing and time.monotonic() - self._last >= KEEP_ALIVE_SECONDS
 
     async def keep_alive(self) -> None:
         """Say that the answer is still to come."""
