@@ -19,6 +19,7 @@ from gyre.cell import engine_process
 from gyre.cell.engine_client import EngineProcess, EngineSettings
 from gyre.child import Child
 from gyre.proxy.recorder import CallRecord, read_records
+from tests.whole import chaos_model
 
 SECRET = "chaos"
 MAX_CONTEXT = 1024
@@ -52,8 +53,9 @@ class World:
     # -- life --------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
         """Start engines and proxy; every engine serves."""
-        self.model = models.resolve("gyre:tiny")
-        (self.directory / "scratch").mkdir()
+        for name in ("model", "scratch"):
+            (self.directory / name).mkdir()
+        self.model = await asyncio.to_thread(chaos_model.make, models.resolve("gyre:tiny"), self.directory / "model")
         self.proxy = await Child.spawn(
             "proxy", [sys.executable, "-m", "gyre.proxy.server"], self.directory / "proxy.log"
         )

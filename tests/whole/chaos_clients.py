@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-CUES = ["a", "1", "z", "0", "é", "漢", "hello ", "?"]
-LOOK = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
+from tests.whole.chaos_model import LOOK, words
 
 
 @dataclass
@@ -32,13 +28,24 @@ class Told:
         """Whether another run must give the same."""
         return self.body["temperature"] == 0 and "presence_penalty" not in self.body
 
-    def message(self) -> dict:
-        """The assistant's message as a client keeps it."""
-        calls = [
-            {"id": call["id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
-            for call in self.calls
-        ]
-        return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
+    def messages(self, rewrite: bool) -> list[dict]:
+        """The assistant's message as a client keeps it, and the results of its calls; some clients write JSON anew.
+
+        Nothing at all where a call is not well formed: then a client begins anew.
+        """
+        calls, results = [], []
+        for call in self.calls:
+            arguments = call["arguments"]
+            try:
+                written = json.dumps(json.loads(arguments), indent=1)
+            except ValueError:
+                return []
+            arguments = written if rewrite else arguments
+            function = {"name": call["name"], "arguments": arguments}
+            calls.append({"id": call["id"], "type": "function", "function": function})
+            results.append({"role": "tool", "tool_call_id": call["id"], "content": call["arguments"][8:14]})
+        kept = {"role": "assistant", "content": self.text or None, "tool_calls": calls} if calls else {}
+        return [kept or {"role": "assistant", "content": self.text}, *results]
 
 
 def question(rng: random.Random, last: str) -> dict:
@@ -72,14 +79,18 @@ class Client:
         self._rng = rng
         self._messages: list[dict] = []
         self._last = ""
-        self._tools = {"tools": [LOOK]} if rng.random() < 0.3 else {}
+        self._tools = {"tools": [LOOK]} if rng.random() < 0.5 else {}
+        self._rewrite = rng.random() < 0.5
 
     async def turn(self) -> list[Told]:
         """Say something; returns the whole answer, a `Told` for each choice."""
         rng = self._rng
-        words = f"say {rng.choice(CUES) * rng.randint(3, 12)} {rng.randrange(1000)}"
-        self._messages.append({"role": "user", "content": words})
+        if not self._messages or self._messages[-1]["role"] != "tool":
+            self._messages.append({"role": "user", "content": words(rng)})
         body = question(rng, self._last) | {"messages": self._messages, "model": "tiny"} | self._tools
+        if self._tools and rng.random() < 0.8:  # let it end after its calls
+            body.pop("ignore_eos", None)
+            body["max_tokens"] = 160
         told = [Told(body) for _ in range(body.get("n", 1))]
         async with self._session.post(self._url, json=body, headers=self._headers) as response:
             assert response.status == 200, (response.status, await response.text())
@@ -88,7 +99,8 @@ class Client:
             else:
                 self._plain(await response.json(), told)
         assert all(one.finish for one in told), "an answer without an end"
-        self._messages = [*self._messages, told[0].message()]
+        kept = told[0].messages(self._rewrite)
+        self._messages = [*self._messages, *kept] if kept else []
         self._last = told[0].text
         return told
 

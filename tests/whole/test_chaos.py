@@ -149,10 +149,42 @@ def compare(told: Told, record: CallRecord, whole: dict) -> tuple[bool, float]:
         gap = whole["gaps"][shared]
         assert gap < TIE, f"token {shared} differs though the best two are {gap:g} apart: {record.spans} {told.body}"
     else:
-        assert told.finish == whole["finish"]
-        assert told.calls or told.text == whole["text"], f"text differs: {told.text!r}, {whole['text']!r}"
+        assert told.finish == ("tool_calls" if told.finish == "tool_calls" else whole["finish"])
+        if "tools" not in told.body or "<" not in whole["text"]:  # what may be a call is not shown as text
+            assert told.text == whole["text"], f"text differs: {told.text!r}, {whole['text']!r}"
     pairs = zip(record.logprobs[:shared], whole["logprobs"][:shared], strict=True)
     return shared is None, max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def called(text: str) -> list[dict] | None:
+    """The calls of tools in a text; None where one of them is not well formed."""
+    found = []
+    for piece in text.split("<tool_call>")[1:]:
+        try:
+            call = json.loads(piece.partition("</tool_call>")[0] if "</tool_call>" in piece else "")
+        except ValueError:
+            return None
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+            return None
+        found.append(call)
+    return found
+
+
+def demand_calls(model: Path, answers: list[tuple[Told, CallRecord]]) -> int:
+    """What clients were told of calls is what was sampled, however often it moved; returns the number of calls."""
+    from transformers import AutoTokenizer
+
+    tokenizer, number = AutoTokenizer.from_pretrained(model), 0
+    for told, record in answers:
+        if "tools" not in told.body or "stop" in told.body:  # a stop string may cut what is sampled anywhere
+            continue
+        text = tokenizer.decode(record.sampled)
+        if (wanted := called(text)) is not None:
+            calls = [(call["name"], json.loads(call["arguments"] or "null")) for call in told.calls]
+            same = calls == [(call["name"], call["arguments"]) for call in wanted]
+            assert same, f"{text!r} was told as {told.calls} {told.text!r} of {told.body}, by {record.spans}"
+            number += len(calls)
+    return number
 
 
 def furthest_from_transformers(model: Path, answers: list[tuple[Told, CallRecord]]) -> float:
@@ -196,6 +228,7 @@ async def scenario(world: World, seconds: float, crashes: int) -> tuple[Harvest,
     drawn = (pair for pair in harvest.answers if pair[0].body["temperature"])
     sampled = chosen(pair for pair in drawn if "presence_penalty" not in pair[0].body)
     figures = {
+        "calls": demand_calls(world.model, harvest.answers),
         "greedy": len(greedy),
         "equal": sum(equal for equal, _ in compared),
         "off": max(off for _, off in compared),
@@ -211,7 +244,7 @@ def show(harvest: Harvest, figures: dict, world: World) -> None:
     kept = {name: counts[name] for name in ("spliced", "drifted", "drift_tokens", "forked")}
     print(f"\nchaos: {harvest.requests} requests of {world.executions} executions: {json.dumps(told)}")
     print(f"  {moved} answers by more than one engine or version, most by {most_spans(harvest)} in turn")
-    print(f"  histories: {json.dumps(kept)}; {sum(bool(told.calls) for told, _ in harvest.answers)} answers call tools")
+    print(f"  histories: {json.dumps(kept)}; {figures['calls']} calls of tools, whole")
     print(f"  acts: {json.dumps(dict(world.done))}; policy versions {json.dumps(dict(world.policies))}")
     print(
         f"  greedy: {figures['greedy']} compared, {figures['equal']} equal to the end, the others to a tie; "
