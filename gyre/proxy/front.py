@@ -111,8 +111,8 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is not HTTP, or too large, gets an error without a word of it; the connection closes."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun")
+        if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
+            raise ConnectionError("the client is gone, or has a part of an answer")
         if status >= 500:
             log.error("a request failed: %s", type(exc).__name__)
             error = ApiError(status, "internal fault of the proxy", code="internal")

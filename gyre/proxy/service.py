@@ -23,10 +23,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import unquote
 
-import aiohttp
 from aiohttp import web
 
 from gyre.proxy import chat, front
+from gyre.proxy.connections import Connections
 from gyre.proxy.dialects import errors, listing
 from gyre.proxy.dialects.calls import Call
 from gyre.proxy.dialects.errors import ApiError, Invalid, Json
@@ -62,10 +62,10 @@ class Service:
     """Answers the requests of the executions that are admitted."""
 
     def __init__(
-        self, board: Switchboard, session: aiohttp.ClientSession, settings: Settings, models: Iterable[str] = ()
+        self, board: Switchboard, connections: Connections, settings: Settings, models: Iterable[str] = ()
     ) -> None:
         self._board = board
-        self._session = session
+        self._connections = connections
         self._settings = settings
         self._models = (settings.model, ANY_MODEL, *models)
         self._clients: dict[bytes, Client] = {}
@@ -152,7 +152,9 @@ class Service:
                 data = await front.read_body(request, grow)
                 if client.execution.closed:
                     raise ApiError(401, "the execution is over", code="invalid_api_key")
-                yield decode(data)
+                body = decode(data)
+                del data  # of a long conversation it is large, and an answer takes long
+                yield body
         finally:
             tasks.discard(task)
 
@@ -195,11 +197,11 @@ class Service:
         headers = {"request-id": request_id, "x-request-id": request_id}
         stream = front.EventStream(request, headers, call.idle) if call.stream else None
 
-        async def show(chunk: Json) -> None:
+        async def show(chunks: list[Json]) -> None:
             assert stream is not None
-            await stream.send(call.events(chunk))
+            await stream.send([event for chunk in chunks for event in call.events(chunk)])
 
-        relay = Relay(asked, execution, self._board, self._session, self._settings, show if stream else None)
+        relay = Relay(asked, execution, self._board, self._connections, self._settings, show if stream else None)
         if stream:
             self._streams.add(stream)
         try:
@@ -256,7 +258,7 @@ class Service:
             try:
                 async with asyncio.timeout(self._settings.request_timeout):
                     tokens = await count_tokens(
-                        asked, client.execution, self._board, self._session, self._settings.secret
+                        asked, client.execution, self._board, self._connections, self._settings.secret
                     )
             except Refused as error:
                 raise errors.from_engine(error.status, error.body) from None

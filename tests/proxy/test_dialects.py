@@ -115,7 +115,10 @@ def test_options_of_a_message():
     assert chat["max_tokens"] == 1000 and chat["stop"] == ["x"]
     assert (chat["temperature"], chat["top_p"], chat["top_k"]) == (0.5, 0.9, 3)
     assert message(thinking={"type": "disabled"})["reasoning_effort"] == "none"
-    assert "reasoning_effort" not in message(thinking={"type": "enabled", "budget_tokens": 2000})
+    assert "chat_template_kwargs" not in message(thinking={"type": "adaptive"})
+    thinks = message(thinking={"type": "enabled", "budget_tokens": 2000}, chat_template_kwargs={"thinking": "much"})
+    assert thinks["chat_template_kwargs"] == {"enable_thinking": True, "thinking": "much"}
+    assert "reasoning_effort" not in thinks
     assert message(output_config={"effort": "low"})["reasoning_effort"] == "low"
     form = {"type": "json_schema", "schema": {"type": "object"}}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}

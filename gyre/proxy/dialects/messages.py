@@ -14,6 +14,8 @@ from gyre.proxy.dialects.reading import demand, objects, optional, path, positiv
 BROKEN = "INVALID_JSON"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+#: What templates are told whose models think only when asked to.
+_THINKING = dict.fromkeys(("enabled", "omitted"), {"enable_thinking": True, "thinking": True})
 #: Options that only Anthropic's own servers can serve, refused where they ask for something.
 _REFUSED = ("mcp_servers", "container")
 
@@ -37,7 +39,7 @@ def to_chat(body: Json, max_context: int, counting: bool = False) -> Json:
     if _is_begun(messages[-1] if messages else {}):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     chat |= _tools(body) | _thinking(body)
-    if (extra := optional(body, "chat_template_kwargs", dict)) is not None:
+    if extra := _THINKING.get(thinking_is(body), {}) | optional(body, "chat_template_kwargs", dict, default={}):
         chat["chat_template_kwargs"] = extra
     return chat if counting else chat | _sampling(body, max_context)
 
