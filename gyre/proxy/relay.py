@@ -25,18 +25,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from gyre.proxy import answer, chat, sound
 from gyre.proxy.admission import Entry
 from gyre.proxy.answer import Choice, Differs
 from gyre.proxy.chat import Json, Request
+from gyre.proxy.connections import Connections
 from gyre.proxy.executions import UNANSWERED, Execution, Switchboard
 from gyre.proxy.history import Found, Place
 from gyre.proxy.recorder import CallRecord, Span
 from gyre.proxy.routing import Route
-from gyre.proxy.upstream import Broken, Moved, Refused, headers, stream
+from gyre.proxy.upstream import Broken, Moved, Refused, Stream, headers, post
 from gyre.splice import HEADER, PromptNote, digest
 
 log = logging.getLogger(__name__)
@@ -76,14 +76,14 @@ class Relay:
         request: Request,
         execution: Execution,
         board: Switchboard,
-        session: aiohttp.ClientSession,
+        connections: Connections,
         settings: Settings,
-        show: Callable[[Json], Awaitable[None]] | None,
+        show: Callable[[list[Json]], Awaitable[None]] | None,
     ) -> None:
         self._request = request
         self._execution = execution
         self._board = board
-        self._session = session
+        self._connections = connections
         self._settings = settings
         self._show = show
         self._live = show is not None and not request.buffered
@@ -101,6 +101,7 @@ class Relay:
         self._spliced = False
         self._place: Place | None = None  # where its last leg was
         self._begun_stream = False
+        self._new: list[Json] = []  # pieces of a streamed answer that are not shown yet
         self._begun = time.monotonic()
         self._started = time.time()
         self._first_token = 0.0
@@ -209,7 +210,7 @@ class Relay:
             parked.cancel()
             hold.close()
             entry.release()
-            policy = int(given.get("X-Gyre-Policy", route.policy))
+            policy = int(given.get("x-gyre-policy", route.policy))
             for span in spans:
                 span.policy = policy
             self._place = self._execution.place = Place(route.engine, route.epoch, policy, route.kv)
@@ -217,22 +218,38 @@ class Relay:
                 self._note = PromptNote.decode(given[HEADER])
 
         head = headers(self._settings.secret, self._execution.number, route)
-        events = stream(self._session, route, self._request.path, body, head, admitted, self._decode)
-        del body  # of a long conversation it is large, and an answer takes long
         try:
-            async with self._board.leg(self._execution.number, route), contextlib.aclosing(events):
-                async for event in events:
-                    await self._take(event, spans)
-                    if self._whole:
-                        return
+            async with self._board.leg(self._execution.number, route):
+                connection = await post(self._connections, route, self._request.path, body, head)
+                del body  # of a long conversation it is large, and an answer takes long
+                stream = Stream(connection, self._decode)
+                try:
+                    try:
+                        admitted(connection.headers)
+                    except ValueError as error:
+                        raise Broken(f"a header of another shape: {error}") from error
+                    while not self._whole:
+                        await self._take_all(stream, spans)
+                finally:
+                    stream.close(self._whole)
         finally:
             parked.cancel()
             hold.close()
-        if not self._whole:
-            raise Broken("the stream ended before the answer")
 
     # -- pieces of answers -------------------------------------------------------------------------------------------
-    async def _take(self, event: sound.Event, spans: list[Span]) -> None:
+    async def _take_all(self, stream: Stream, spans: list[Span]) -> None:
+        """What came since the last time; what is sound of it is shown, whatever follows."""
+        blocks = await stream.blocks()
+        try:
+            for block in blocks:
+                if (event := stream.event(block)) is not None:
+                    self._take(event, spans)
+                    if self._whole:
+                        return
+        finally:
+            await self._show_new()
+
+    def _take(self, event: sound.Event, spans: list[Span]) -> None:
         prompt, pieces = sound.read(event, len(self._choices))
         if prompt is not None:
             self._take_prompt(prompt)
@@ -250,7 +267,7 @@ class Relay:
                 choice.finish(piece.finish_reason, piece.stop_reason)
             if self._live:
                 finish = (piece.finish_reason, piece.stop_reason)
-                await self._show_piece(piece.index, delta, finish, entries, tokens)
+                self._show_piece(piece.index, delta, finish, entries, tokens)
 
     def _take_prompt(self, prompt: array[int]) -> None:
         if not self._prompt:
@@ -268,7 +285,7 @@ class Relay:
             raise sound.Unsound(fault)
 
     # -- the streaming client ----------------------------------------------------------------------------------------
-    async def _show_piece(
+    def _show_piece(
         self,
         index: int,
         delta: Mapping[str, Any],
@@ -276,30 +293,35 @@ class Relay:
         entries: list[Any],
         tokens: list[int],
     ) -> None:
-        assert self._show is not None
         request, head = self._request, self._head
         if not self._begun_stream:
             self._begun_stream = True
             for other in range(request.choices):
                 if (first := answer.first_chunk(request, head, other, self._prompt)) is not None:
-                    await self._show(first)
+                    self._new.append(first)
         if "role" in delta or request.hides_reasoning:
             delta = {key: value for key, value in answer.visible(request, delta).items() if key != "role"}
         if any(delta.values()) or finish[0] or entries or (tokens and request.token_ids):
-            await self._show(answer.chunk(request, head, index, delta, finish, entries, tokens))
+            self._new.append(answer.chunk(request, head, index, delta, finish, entries, tokens))
+
+    async def _show_new(self) -> None:
+        """Show what is not shown yet."""
+        if self._new and self._show is not None:
+            new, self._new = self._new, []
+            await self._show(new)
 
     async def _show_end(self) -> None:
         """What remains to be shown of a whole answer: all of it, where it was held back."""
-        assert self._show is not None
         if not self._live:
             for index, choice in enumerate(self._choices):
                 delta = dict(choice.message)
                 if calls := delta.get("tool_calls"):
                     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
                 finish = (choice.finish_reason, choice.stop_reason)
-                await self._show_piece(index, delta, finish, choice.entries, list(choice.sampled))
+                self._show_piece(index, delta, finish, choice.entries, list(choice.sampled))
         if self._request.include_usage:
-            await self._show(answer.usage_chunk(self._request, self._head, len(self._prompt), self._choices))
+            self._new.append(answer.usage_chunk(self._request, self._head, len(self._prompt), self._choices))
+        await self._show_new()
 
     # -- the record --------------------------------------------------------------------------------------------------
     def _record(self, complete: bool) -> None:

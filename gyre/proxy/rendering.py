@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import aiohttp
 import msgspec
 
+from gyre.proxy.connections import Connections, Lost
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.routing import Route
-from gyre.proxy.upstream import Broken, Moved, headers, raise_for
+from gyre.proxy.upstream import Broken, Moved, headers, post
 
 log = logging.getLogger(__name__)
 
 PATH = "/v1/chat/completions/render"
 MAX_TRIES = 10
 _PAUSE = 0.1
+_MAX_ANSWER = 256 << 20
 
 
 async def count_tokens(
     chat: dict[str, Any],
     execution: Execution,
     board: Switchboard,
-    session: aiohttp.ClientSession,
+    connections: Connections,
     secret: str,
 ) -> int:
     """The number of tokens that the messages of a chat completion are rendered to, wherever the execution is routed.
@@ -40,7 +41,7 @@ async def count_tokens(
             route = await board.route(execution.number, failed, _PAUSE)
         failed = route
         try:
-            return await _render(session, route, headers(secret, execution.number, route), body)
+            return await _render(connections, route, headers(secret, execution.number, route), body)
         except Moved:
             pass
         except Broken as error:
@@ -50,15 +51,11 @@ async def count_tokens(
                 raise
 
 
-async def _render(session: aiohttp.ClientSession, route: Route, head: dict[str, str], body: bytes) -> int:
+async def _render(connections: Connections, route: Route, head: dict[str, str], body: bytes) -> int:
+    connection = await post(connections, route, PATH, body, head)
     try:
-        request = session.post(route.url + PATH, data=body, headers={**head, "Content-Type": "application/json"})
-        async with request as response:
-            if response.status != 200:
-                await raise_for(response)
-            given = msgspec.json.decode(await response.read())
-            return len(given["token_ids"])
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise Broken(f"{type(error).__name__}: {error}", reached=False) from error
-    except (aiohttp.ClientError, ConnectionError, LookupError, TypeError, ValueError) as error:
+        return len(msgspec.json.decode(await connection.read_all(_MAX_ANSWER))["token_ids"])
+    except (Lost, LookupError, TypeError, ValueError) as error:
         raise Broken(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()

@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import uvloop
 
 from gyre.child import AsyncEndpoint
 from gyre.errors import ChildFailed
+from gyre.proxy.connections import Connections
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.front import Front
 from gyre.proxy.relay import Settings
@@ -33,7 +33,7 @@ class Proxy:
     def __init__(self) -> None:
         self._board = Switchboard()
         self._executions: dict[int, Execution] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = Connections()
         self._service: Service | None = None
         self._front: Front | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -41,16 +41,9 @@ class Proxy:
     # -- operations --------------------------------------------------------------------------------------------------
     async def start(self, models: list[str] | None = None, **settings: Any) -> dict[str, Any]:
         """Listen; returns the port. `models` are patterns of further names that the model is answered under."""
-        self._session = aiohttp.ClientSession(
-            # Servers drop idle connections after 5 s; they are not to do it while a request is on its way.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-            read_bufsize=1 << 16,
-            trust_env=False,
-        )
         told = Settings(**settings)
         self._board.doors.limit = told.slots
-        self._service = Service(self._board, self._session, told, models or ())
+        self._service = Service(self._board, self._connections, told, models or ())
         self._front = Front(self._service.handle)
         port = await self._front.listen()
         self._ticker = asyncio.create_task(self._tick(), name="keep alive")
@@ -110,14 +103,14 @@ class Proxy:
             await self._remove(entry)
         if self._front:
             await self._front.close()
-        if self._session:
-            await self._session.close()
+        self._connections.close()
 
     async def _tick(self) -> None:
         assert self._front is not None and self._service is not None
         while True:
             await asyncio.sleep(1.0)
             self._front.look()
+            self._connections.look()
             self._service.keep_alive()
 
 

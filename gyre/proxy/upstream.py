@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
-import aiohttp
-
+from gyre.proxy.connections import Connection, Connections, Lost
 from gyre.proxy.routing import Route
 from gyre.proxy.sound import Event
 
@@ -47,13 +45,34 @@ def headers(secret: str, execution: int, route: Route) -> dict[str, str]:
         "Authorization": f"Bearer {secret}",
         "X-Gyre-Execution": str(execution),
         "X-Gyre-Epoch": str(route.epoch),
+        "Content-Type": "application/json",
     }
 
 
-async def raise_for(response: aiohttp.ClientResponse) -> None:
+async def post(
+    connections: Connections, route: Route, path: str, body: bytes, request_headers: Mapping[str, str]
+) -> Connection:
+    """Ask an engine; its answer has begun once this returns, and is to be read and closed.
+
+    Raises:
+        Moved, Broken, Closed, Refused: there is no answer.
+    """
+    connection = None
+    try:
+        connection = await connections.post(route.url, path, request_headers, body)
+        if connection.status == 200:
+            return connection
+        _raise_for(connection.status, await connection.read_all(_MAX_ERROR))
+    except Lost as error:
+        raise Broken(str(error), error.reached) from error
+    finally:
+        if connection is not None and connection.status != 200:
+            connection.close()
+
+
+def _raise_for(status: int, body: bytes) -> NoReturn:
     """Raise what an engine's answer other than 200 means to a request."""
-    body = await response.content.read(_MAX_ERROR)
-    if response.status == 409:
+    if status == 409:
         try:
             kind = json.loads(body)["error"]["type"]
         except (ValueError, KeyError, TypeError):
@@ -63,22 +82,9 @@ async def raise_for(response: aiohttp.ClientResponse) -> None:
         if kind == "gyre_execution_closed":
             raise Closed
     # 401 and 403 concern the run's own key, 404 the engine's routes, 429 its load: nothing a client can change.
-    if response.status >= 500 or response.status in (401, 403, 404, 408, 429):
-        raise Broken(f"status {response.status}: {body[:200]!r}")
-    raise Refused(response.status, body)
-
-
-async def _blocks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    buffer = b""
-    async for data in content.iter_any():
-        buffer += data
-        if b"\n\n" not in data and b"\n\n" not in buffer:
-            if len(buffer) > _MAX_EVENT:
-                raise Broken("an event without end")
-            continue
-        *blocks, buffer = buffer.split(b"\n\n")
-        for block in blocks:
-            yield block
+    if status >= 500 or status in (401, 403, 404, 408, 429):
+        raise Broken(f"status {status}: {body[:200]!r}")
+    raise Refused(status, body)
 
 
 def _event(block: bytes) -> tuple[str, bytes]:
@@ -101,40 +107,57 @@ def _in_stream_error(error: Any) -> Exception:
     return Broken(f"error in the stream: {str(error)[:200]}")
 
 
-async def stream(
-    session: aiohttp.ClientSession,
-    route: Route,
-    path: str,
-    body: bytes,
-    request_headers: dict[str, str],
-    admitted: Callable[[Mapping[str, str]], None],
-    decode: Callable[[bytes], Event],
-) -> AsyncIterator[Event]:
-    """The events of an engine's answer, up to its ``[DONE]``; `admitted` is told its headers when it begins.
+class Stream:
+    """The events of an engine's answer, as they come."""
 
-    Raises:
-        Moved, Broken, Closed, Refused: how it ended otherwise.
-    """
-    try:
-        async with session.post(
-            route.url + path, data=body, headers={**request_headers, "Content-Type": "application/json"}
-        ) as response:
-            if response.status != 200:
-                await raise_for(response)
-            admitted(response.headers)
-            async for block in _blocks(response.content):
-                name, data = _event(block)
-                if name == "gyre":
-                    raise Closed if b'"closed": true' in data else Moved("cancelled")
-                if data == b"[DONE]":
-                    return
-                if data:
-                    event = decode(data)
-                    if event.error:
-                        raise _in_stream_error(event.error)
-                    yield event
-        raise Broken("the stream ended early")
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise Broken(f"{type(error).__name__}: {error}", reached=False) from error
-    except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError, ValueError, RecursionError) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from error
+    def __init__(self, connection: Connection, decode: Callable[[bytes], Event]) -> None:
+        self._connection = connection
+        self._decode = decode
+        self._rest = b""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the answer, their names in lower case."""
+        return self._connection.headers
+
+    async def blocks(self) -> list[bytes]:
+        """What came since the last time, or once something does, cut into whole events to be read one by one.
+
+        Raises:
+            Broken: nothing more will come.
+        """
+        try:
+            data = await self._connection.read()
+        except Lost as error:
+            raise Broken(str(error)) from error
+        if not data:
+            raise Broken("the stream ended early")
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT:
+            raise Broken("an event without end")
+        return blocks
+
+    def event(self, block: bytes) -> Event | None:
+        """One event; None where there is nothing in it.
+
+        Raises:
+            Moved, Broken, Closed, Refused: the stream ends with it.
+        """
+        name, data = _event(block)
+        if name == "gyre":
+            raise Closed if b'"closed": true' in data else Moved("cancelled")
+        if data == b"[DONE]":
+            raise Broken("the stream ended before the answer")
+        if not data:
+            return None
+        try:
+            event = self._decode(data)
+        except (ValueError, RecursionError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+        if event.error:
+            raise _in_stream_error(event.error)
+        return event
+
+    def close(self, whole: bool) -> None:
+        """Read no more; `whole` says that the answer was."""
+        self._connection.close(whole)
