@@ -4,7 +4,7 @@
     python benchmarks/handoff.py --quick    6 moves each of the tiny model, a minute: to see that it works
 
 Two engines and a proxy, all real, on this machine. In every move four clients stream from one engine, with contexts of
-a few hundred to some thousand tokens; when each has got 20 tokens, routes to the other engine are published and the
+a few hundred to some thousand tokens; when each of them gets pieces, routes to the other engine are published and the
 first one leaves rollout as a cell does: its gate closes, blocks are copied out (with a handoff), memory is released.
 The other engine goes on. Then they change places. The reference is the same without a handoff, in the same engines.
 
@@ -38,8 +38,8 @@ from gyre.child import Child
 
 SECRET = "handoff"
 STREAMS = 4
-BEFORE = AFTER = 20  # tokens that every client gets from each engine
-ANSWER = 2000  # tokens that a client would get if it stayed
+BEFORE, AFTER = 10, 3  # pieces that every client gets before and after a move
+ANSWER = 3000  # tokens that a client would get if it stayed
 WAIT = 600.0
 STAGES = ("publish routes", "drain", "copy KV out", "release memory")
 
@@ -87,7 +87,7 @@ class World:
         """Start everything, and serve."""
         model = str(await asyncio.to_thread(models.resolve, self._size.model))
         context = max(self._size.contexts) + ANSWER + 64
-        common: dict[str, Any] = {"model": model, "secret": SECRET, "max_context": context, "slots": 2 * STREAMS}
+        common: dict[str, Any] = {"model": model, "secret": SECRET, "max_context": context, "slots": STREAMS + 1}
         common |= {"dtype": "float32", "kv": {"transport": "auto", "limit": 4 << 30, "timeout": 30.0}}
         common["fork_server"] = f"handoff-{self._path.name}"
         for rank in (0, 1):
@@ -272,6 +272,7 @@ def summary(figures: Figures) -> dict[str, Any]:
         "computed_again_per_move": sum(figures.computed) / len(shares),
         "computed_again_share": sum(figures.computed) / sum(figures.moved),
         "computed_again_share_worst": max(shares),
+        "pauses_s": [round(pause, 4) for pause in figures.pauses],
         "pause_s_p50": percentile(figures.pauses, 50),
         "pause_s_p99": percentile(figures.pauses, 99),
         "stages_s": {name: median(values) for name, values in figures.stages.items()},
