@@ -11,6 +11,7 @@ from gyre import models
 from gyre.cell.engine_client import EngineProcess, EngineSettings
 from gyre.child import Child
 from gyre.proxy.recorder import read_records
+from gyre.trajectories.sampling import from_records
 
 SECRET = "engine-test"
 CUES = ["a", "1", "z", "0", "é", "漢", "hello ", "?"]
@@ -150,6 +151,23 @@ async def new_weights_in_the_middle(place, body, text):
     assert counts["continued"] == 1 and len(record.sampled) == body["max_tokens"]
 
 
+async def conversation(place, turns):
+    """Bytes at random are mostly no text: what a client sends back is never what was sampled."""
+    n = await place.register(0)
+    messages = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"turn {turn}"})
+        body = {"messages": messages, "max_tokens": 24, "seed": turn, "stream": turn % 2 == 1}
+        messages.append({"role": "assistant", "content": await place.text(n, body)})
+    counts = await place.proxy.call("close", execution=n, try_number=1)
+    assert counts["spliced"] == turns - 1 and counts["forked"] == 0, counts
+    assert counts["drifted"] > 0 and counts["drift_tokens"] > counts["drifted"]
+    records = read_records(place.tmp_path / f"{n}.records")
+    (sample,) = from_records(records, n, 0)
+    assert sample.tokens.tolist() == [*records[-1].prompt, *records[-1].sampled]
+    assert sample.trained.sum() == counts["tokens"]
+
+
 def test_answers_go_on_token_for_token(tmp_path):
     async def scenario():
         place = Place(tmp_path)
@@ -167,6 +185,7 @@ def test_answers_go_on_token_for_token(tmp_path):
             assert len(await place.text(n, ask(9, temperature=1.0, seed=3, stream=True))) > 10
             counts, record = await place.close(n)
             assert record.trainable and counts["masked"] == 0
+            await conversation(place, 5)
         finally:
             await place.stop()
 
