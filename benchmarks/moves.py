@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+import psutil
 from _common import keep, parser
 from rich.console import Console
 from rich.table import Table
@@ -107,10 +108,16 @@ class Watched(CellSupervisor):
     async def memory(self) -> dict[str, int]:
         """What engine and trainer hold: bytes of tensors, and sizes of their processes."""
         engine, trainer = await self._engine.memory(), await self._trainer.call("memory", WAIT)
-        kinds = ("weights", "gradients", "accumulators", "optimizer", "rss", "pss")
-        held = {f"engine {kind}": size for kind, size in engine["bytes"].items()}
-        held |= {f"engine {kind}": engine[kind] for kind in ("rss", "pss")}
-        return held | {f"trainer {kind}": trainer[kind] for kind in kinds}
+        held = {f"engine {kind}": size for kind, size in engine["bytes"].items()} | sizes("engine", self._engine.pid)
+        held |= {f"trainer {kind}": trainer[kind] for kind in ("weights", "gradients", "accumulators", "optimizer")}
+        return held | sizes("trainer", self._trainer.pid)
+
+
+def sizes(name: str, pid: int) -> dict[str, int]:
+    """Resident and proportional sizes of a process and its descendants."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    full = [process.memory_full_info() for process in family]
+    return {f"{name} rss": sum(one.rss for one in full), f"{name} pss": sum(one.pss for one in full)}
 
 
 class World:

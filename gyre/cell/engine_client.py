@@ -331,5 +331,5 @@ class EngineProcess:
         return await self._call("POST", "load", timeout, path=str(path), checksum=checksum, snapshot=snapshot)
 
     async def memory(self) -> Message:
-        """{bytes: {weights, kv}, rss, pss} in bytes, over all of the engine's processes; with handoffs also handoff."""
+        """{bytes: {weights, kv}} in bytes, over all of the engine's workers; with handoffs also handoff."""
         return await self._call("GET", "memory")

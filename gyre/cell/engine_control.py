@@ -89,22 +89,12 @@ class VllmControl:
         return f"{say}the file has {combine(in_file)}: it was altered, or is another snapshot"
 
     async def memory(self) -> Message:
-        """Bytes of storages on all workers, and resident and proportional set sizes of all the engine's processes."""
-        import psutil
-
+        """Bytes of storages on all workers. It is asked in every move, so that it does not walk through pages."""
         workers = await self._engine.collective_rpc("gyre_memory")
-        rss = pss = 0
-        me = psutil.Process()
-        for process in [me, *me.children(recursive=True)]:
-            try:
-                full = process.memory_full_info()
-            except psutil.Error:
-                continue
-            rss, pss = rss + full.rss, pss + full.pss
         sizes = {kind: sum(worker[kind] for worker in workers) for kind in ("weights", "kv")}
         if self._settings.gpus:  # there, tensors keep their size in sleep, and only their memory goes
             sizes = {kind: 0 if tag in self._missing else sizes[kind] for kind, tag in _TAGS.items()}
-        return {"bytes": sizes, "rss": rss, "pss": pss}
+        return {"bytes": sizes}
 
     def tokens(self) -> int:
         """Tokens sampled since the start, from vLLM's own counter."""

@@ -120,10 +120,8 @@ class StandInControl:
 
     async def memory(self) -> Message:
         """Bytes held."""
-        pages = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-        sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in pages}
         held = {"weights": sum(one.nbytes for one in (self._weights or {}).values()), "kv": len(self._kv or b"")}
-        return {"bytes": held, "rss": sizes["Rss:"], "pss": sizes["Pss:"]}
+        return {"bytes": held}
 
     def tokens(self) -> int:
         """Tokens sampled since the start."""

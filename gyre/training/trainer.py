@@ -40,7 +40,7 @@ train(update, position, generation, members)
 commit(version, update, cursor)
     Core only, after the last update of a batch: makes policy `version` durable with `cursor` (any JSON) beside it.
     -> {"version", "update", "checksum", "bytes", "seconds"}
-memory()     -> {"weights", "gradients", "accumulators", "optimizer", "rss", "pss"}, bytes held now
+memory()     -> {"weights", "gradients", "accumulators", "optimizer"}, bytes held now
 checksum()   -> {"checksum", "snapshot"} of the weights held now (`gyre.checksum`); snapshot -1 where there are none
 stop()       removes this process's shared memory; the process ends when the parent closes -> {}
 
@@ -211,9 +211,7 @@ class Trainer:
 
     def memory(self) -> dict[str, Any]:
         """What is held now."""
-        pages = Path("/proc/self/smaps_rollup").read_text()
-        sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in pages.splitlines()[1:]}
-        return {**self._model.memory(), "rss": sizes["Rss:"], "pss": sizes["Pss:"]}
+        return self._model.memory()
 
     def checksum(self) -> dict[str, Any]:
         """Checksum of the weights held now."""
