@@ -16,6 +16,9 @@ from gyre.proxy.chat import Json, Request
 from gyre.proxy.recorder import Span
 from gyre.proxy.sound import Unsound
 
+#: Pieces of a text that are held before they are joined: one by one, a long text would be copied for each token.
+_PIECES = 256
+
 
 class Differs(Exception):
     """What an engine makes of the tokens it repeats is not what the client was shown of them."""
@@ -28,12 +31,22 @@ class Choice:
     sampled: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[Span] = field(default_factory=list)
-    message: Json = field(default_factory=dict)
     entries: list[Any] = field(default_factory=list)  # log-probabilities as the client is shown them
     finish_reason: str | None = None
     stop_reason: Any = None
     repeated: int = 0  # of `sampled`, what the present engine has said
     again: Json | None = None  # the message as the present engine builds it, until it is where `message` is
+    _message: Json = field(default_factory=dict)
+    _new: dict[str, list[str]] = field(default_factory=dict)  # pieces of text that are not in `_message` yet
+
+    @property
+    def message(self) -> Json:
+        """As far as it is known; for a streaming client, as far as it was shown."""
+        if self._new:
+            for key, pieces in self._new.items():
+                _add(self._message, {key: "".join(pieces)})
+            self._new = {}
+        return self._message
 
     def begin_leg(self, shown: bool) -> None:
         """Another engine goes on; `shown` says that the client has the message as far as it is."""
@@ -41,7 +54,7 @@ class Choice:
         if shown:
             self.again = {} if self.message else None
         else:
-            self.message = {}
+            self._message, self._new = {}, {}
 
     def sample(self, span: Span, tokens: list[int], logprobs: list[float]) -> int:
         """Take an engine's tokens, under its span; returns how many of them only repeat what is kept.
@@ -71,7 +84,11 @@ class Choice:
             Differs: it cannot follow on what was there.
         """
         if self.again is None:
-            _add(self.message, delta)
+            for key, value in delta.items():
+                if isinstance(value, str):
+                    self._add_text(key, value)
+                elif value is not None:
+                    _add(self.message, {key: value})
             return delta
         _add(self.again, delta)
         more = _beyond(self.message, self.again)
@@ -79,6 +96,14 @@ class Choice:
         if self.repeated >= len(self.sampled) and not _beyond(self.again, self.message):
             self.again = None
         return more
+
+    def _add_text(self, key: str, text: str) -> None:
+        if key == "role":
+            return
+        pieces = self._new.setdefault(key, [])
+        pieces.append(text)
+        if len(pieces) >= _PIECES:
+            pieces[:] = ["".join(pieces)]
 
     def finish(self, reason: str, stop_reason: Any = None) -> None:
         """The answer is whole.
@@ -105,8 +130,8 @@ def _add(message: Json, delta: Mapping[str, Any]) -> None:
             continue
         if key == "tool_calls":
             _add_calls(message.setdefault(key, []), value)
-        elif isinstance(value, str):
-            message[key] = message.get(key, "") + value
+        elif isinstance(value, str) and isinstance(known := message.get(key, ""), str):
+            message[key] = known + value
         else:
             message[key] = value
 

@@ -101,7 +101,7 @@ def read(event: Event, choices: int) -> tuple[array[int] | None, list[Piece]]:
             raise Unsound("the answer was aborted")
         values, entries = _logprobs(part.logprobs)
         delta = {"content": part.text} if part.delta is None else part.delta
-        if "tool_calls" in delta or len(delta) > 2:
+        if any(type(value) is not str for value in delta.values()):
             _check(delta)
         tokens = part.token_ids or []
         pieces.append(Piece(part.index, delta, tokens, values, entries, part.finish_reason, part.stop_reason))
@@ -110,7 +110,10 @@ def read(event: Event, choices: int) -> tuple[array[int] | None, list[Piece]]:
 
 
 def _check(delta: Json) -> None:
-    """Calls of tools have the shape that their pieces are put together by."""
+    """Texts and calls of tools have the shape that their pieces are put together by."""
+    for key in ("content", "reasoning", "reasoning_content"):
+        if not isinstance(delta.get(key) or "", str):
+            raise Unsound(f"{key} of another shape")
     calls = delta.get("tool_calls") or []
     if not isinstance(calls, list):
         raise Unsound("tool calls of another shape")
