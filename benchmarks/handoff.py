@@ -242,15 +242,16 @@ class Client:
     async def ask(self, session: aiohttp.ClientSession, url: str) -> None:
         """Stream until nobody wants more."""
         body = {"model": "policy", "prompt": self._prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}  # a piece for every token, also where it makes no text
         headers = {"Authorization": f"Bearer {self.token}"}
         fault = "the answer ended too soon"
         try:
-            async with session.post(url, json={**body, "stream": True}, headers=headers) as response:
+            async with session.post(url, json=body, headers=headers) as response:
                 if response.status != 200:
                     fault = f"{response.status}: {await response.text()}"
                     return
                 async for line in response.content:
-                    if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
+                    if line.startswith(b"data: {") and any(c.get("token_ids") for c in json.loads(line[6:])["choices"]):
                         self._times.append(time.monotonic())
                         self._more.set()
         finally:
