@@ -191,6 +191,9 @@ async def read_body(request: web.BaseRequest, grow: Callable[[int], None]) -> by
         request.writer.output_size = 0
     pieces = []
     try:
+        if request.content.is_eof():  # all of it came with the headers, as most do
+            grow(request.content.total_bytes)
+            return request.content.read_nowait()
         async with asyncio.timeout(limits.BODY_SECONDS):
             while piece := await request.content.readany():
                 grow(len(piece))

@@ -153,7 +153,7 @@ class History:
             length = shared_length(candidate.sequence(), prompt)
             if length > shared:
                 best, shared = candidate, length
-            if candidate is node and length == candidate.length:
+            if length == len(prompt) or (candidate is node and length == candidate.length):
                 break
         return best, shared
 
@@ -174,6 +174,8 @@ class History:
         serves as a base.
         """
         base, shared = near
+        while base is not None and base.base is not None and shared <= base.shared:
+            base = base.base  # which has them as well, and fewer steps away
         message = message or {}
         self._serial += 1
         node = Node(call, self._serial, base, shared, ids[shared:], answer, rendered, message, place, asked)

@@ -23,7 +23,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Recorder:
 
         Its prompt begins with the first `shared` ids of prompt and answer of call number `base`.
         """
-        header = {name: getattr(record, name) for name in _PLAIN} | {"spans": [asdict(span) for span in record.spans]}
+        header = {name: getattr(record, name) for name in _PLAIN} | {"spans": [vars(span) for span in record.spans]}
         header |= {"base": base if shared else -1, "shared": shared}
         header |= {"tail": len(record.prompt) - shared, "count": len(record.sampled)}
         head = json.dumps(header, separators=(",", ":")).encode()

@@ -64,8 +64,8 @@ def _checked(body: Json, completion: bool) -> Json:
     for key in _RESERVED:
         if body.get(key) is not None:
             raise Invalid("is not for clients", key)
-    for key, kinds in _KINDS.items():
-        if key in body:
+    for key in body:
+        if (kinds := _KINDS.get(key)) is not None:
             optional(body, key, kinds)
     for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
         optional(tool, "function", dict, path("tools", index))
