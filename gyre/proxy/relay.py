@@ -98,7 +98,7 @@ class Relay:
         self._prompt = array("i")
         self._sequence: array[int] | None = None  # that an engine was told to go on from, until it has said its prompt
         self._note: PromptNote | None = None
-        self._spliced = False
+        self._spliced = self._accepted = False  # `_accepted`: an engine has begun with it
         self._place: Place | None = None  # where its last leg was
         self._begun_stream = False
         self._new: list[Json] = []  # pieces of a streamed answer that are not shown yet
@@ -139,16 +139,8 @@ class Relay:
                 self._legs += 1
                 await self._leg(route, entry)
                 continue
-            except Moved:
-                pass
-            except Differs as error:
-                self.fault = f"engine {route.engine}: {error}; the answer cannot go on"
-                raise self._failed() from error
-            except (Broken, sound.Unsound, TimeoutError) as error:
-                log.info("execution %d: engine %d: %s", self._execution.number, route.engine, str(error) or "left")
-                if isinstance(error, sound.Unsound) or (isinstance(error, Broken) and error.reached):
-                    failures += 1
-                    self.fault = f"engine {route.engine}: {error}"
+            except (Moved, Broken, Refused, Differs, sound.Unsound, TimeoutError) as error:
+                failures += self._is_failure(error, route)
             finally:
                 entry.release()
             # Of an answer that starts over only more tokens than ever are a step forward.
@@ -159,6 +151,24 @@ class Relay:
                 raise self._failed()
             pause = min(_LONGEST_PAUSE, 2 * pause) if failed and failed.same_place(route) else _FIRST_PAUSE
             failed = route
+
+    def _is_failure(self, error: Exception, route: Route) -> bool:
+        """Whether what ended a leg counts as an engine's failure; raises what is the end of the request."""
+        if isinstance(error, Moved):
+            return False
+        if isinstance(error, Differs):
+            self.fault = f"engine {route.engine}: {error}; the answer cannot go on"
+            raise self._failed() from error
+        if isinstance(error, Refused):
+            # Of a request that one engine has begun to answer, another finds no fault that a client could mend.
+            if error.status >= 500 or not self._accepted or self._legs == 1:
+                raise error
+            error = Broken(f"refused with {error.status}: {error.body[:200]!r}")
+        log.info("execution %d: engine %d: %s", self._execution.number, route.engine, str(error) or "left")
+        if isinstance(error, TimeoutError) or (isinstance(error, Broken) and not error.reached):
+            return False
+        self.fault = f"engine {route.engine}: {error}"
+        return True
 
     def _failed(self) -> Refused:
         log.error("execution %d: %s", self._execution.number, self.fault)
@@ -184,9 +194,10 @@ class Relay:
         progress = chat.Progress(messages=self._found.messages, handoff=self._handoff(route))
         if self._prompt:
             progress.prompt, progress.kept = self._prompt, self._choices[0].sampled
-        elif self._found.node is not None and self._request.text_only:
+        elif self._found.node is not None:
             self._sequence = self._found.node.sequence()
-            progress.history = self._found.known(self._sequence)
+            if self._request.text_only:
+                progress.history = self._found.known(self._sequence)
         return progress
 
     def _handoff(self, route: Route) -> Json | None:
@@ -270,6 +281,7 @@ class Relay:
                 self._show_piece(piece.index, delta, finish, entries, tokens)
 
     def _take_prompt(self, prompt: array[int]) -> None:
+        self._accepted = True
         if not self._prompt:
             self._prompt = prompt
             known, self._sequence = self._sequence, None

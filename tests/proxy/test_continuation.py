@@ -114,6 +114,24 @@ def test_an_answer_that_would_go_on_differently_is_lost_with_its_reason(tmp_path
     run(scenario())
 
 
+def test_what_one_engine_has_begun_another_does_not_refuse(tmp_path, monkeypatch):
+    monkeypatch.setattr("gyre.proxy.relay.MAX_FAILURES", 3)
+
+    async def scenario():
+        (engine,) = engines(1, faults=[Fault("moved", 9), Fault("400"), Fault("moved", 3), *[Fault("400")] * 3])
+        async with stand(tmp_path, engine) as it:
+            status, reply = await it.ask(ASK)
+            assert status == 502 and "refused with 400" in reply["error"]["message"] and len(engine.bodies) == 6
+            engine.faults = [Fault("moved", 9), Fault("400")]
+            assert (await it.ask(ASK))[0] == 200
+            engine.faults = [Fault("refused"), Fault("400")]
+            assert (await it.ask(ASK))[0] == 400, "none had begun: it may well be the client's fault"
+            counts = await it.proxy.close(1, 1)
+        assert (counts["lost"], counts["answered"], counts["refused"]) == (1, 1, 1)
+
+    run(scenario())
+
+
 def test_reasoning_that_is_hidden_stays_hidden_and_is_known_all_the_same(tmp_path):
     async def scenario():
         (engine,) = engines(1, faults=[Fault("moved", 9)])
