@@ -66,7 +66,7 @@ class ScoreConfig(_Section):
 
 
 class HarnessConfig(_Section):
-    """The user's agent: any command that talks to an OpenAI-style endpoint."""
+    """The user's agent: any command that talks to an OpenAI- or Anthropic-style endpoint."""
 
     command: list[str] = Field(
         min_length=1, description="Started in a fresh workspace. {root} is where Gyre was started."
