@@ -88,12 +88,12 @@ class Service:
         self._clients.pop(self._digest(execution.token), None)
 
     def _client(self, request: web.BaseRequest) -> Client:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        token = token.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
-        client = self._clients.get(self._digest(token))
-        if client is None or client.execution.closed:
-            raise ApiError(401, "unknown key, or its execution is over", code="invalid_api_key")
-        return client
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", ""))
+        for client in [self._clients.get(self._digest(token)) for token in given]:
+            if client is not None and not client.execution.closed:
+                return client
+        raise ApiError(401, "unknown key, or its execution is over", code="invalid_api_key")
 
     def keep_alive(self) -> None:
         """To be called about every second: tell streaming clients that have heard nothing that they will."""

@@ -96,6 +96,9 @@ def test_keys_paths_and_methods(tmp_path, caplog):
                 async with it.client.post(it.url + "/v1/chat/completions", json=ASK, headers=headers) as response:
                     assert response.status == 401
                     assert (await response.json())["error"]["code"] == "invalid_api_key"
+            for headers in (AUTH, {"x-api-key": "token-1"}, {"authorization": "bearer no", "X-API-KEY": "token-1"}):
+                async with it.client.get(it.url + "/v1/models", headers=headers) as response:
+                    assert response.status == 200
             for path in paths:
                 url = URL(it.url + path, encoded=True)
                 async with it.client.post(url, json=ASK, headers=AUTH) as response:
