@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class World:
     assigned: dict[int, int] = field(default_factory=dict)  # engines of living executions
     done: Counter = field(default_factory=Counter)  # acts of the driver, by name
     segments: set[Path] = field(default_factory=set)  # shared memory that an engine had mapped
-    ended: list[int] = field(default_factory=list)  # processes of engines
+    starts: list[float] = field(default_factory=list)  # seconds that engines took to start, the first ones together
     checksum: str | None = None  # of the weights that the first engine loaded
     version: int = 0
     executions: int = 0
@@ -77,10 +78,11 @@ class World:
             scratch=str(self.directory / "scratch"),
             args=ENGINE_ARGS,
         )
+        begun = time.monotonic()
         engine = await EngineProcess.start(settings, self.directory / f"engine-{rank}.log")
         self.engines[rank] = engine
         await engine.ready(ENGINE_SECONDS)
-        self.ended.append(engine.pid)
+        self.starts.append(round(time.monotonic() - begun, 1))
         self.segments |= engine_process.shared_segments(engine.pid)
         assert (await engine.status())["state"] == "closed"
 

@@ -246,6 +246,7 @@ def show(harvest: Harvest, figures: dict, world: World) -> None:
     print(f"  {moved} answers by more than one engine or version, most by {most_spans(harvest)} in turn")
     print(f"  histories: {json.dumps(kept)}; {figures['calls']} calls of tools, whole")
     print(f"  acts: {json.dumps(dict(world.done))}; policy versions {json.dumps(dict(world.policies))}")
+    print(f"  engines started in {world.starts} s, the last ones after a crash")
     print(
         f"  greedy: {figures['greedy']} compared, {figures['equal']} equal to the end, the others to a tie; "
         f"log-probabilities off by {figures['off']:.1e} at most, of {figures['sampled']} sampled answers by "
