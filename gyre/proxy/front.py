@@ -221,6 +221,7 @@ class EventStream:
         self._idle = idle
         self._starting = asyncio.Lock()
         self._writing = 0
+        self._over = False
         self._last = time.monotonic()
 
     @property
@@ -251,12 +252,15 @@ class EventStream:
 
     async def keep_alive(self) -> None:
         """Say that the answer is still to come."""
+        if self._over:
+            return
         event = self._idle()
         with contextlib.suppress(ConnectionError):
             await self._write(b": waiting\n\n" if event is None else _encoded(event))
 
     async def end(self, last: bytes) -> web.StreamResponse:
         """Finish the stream with its last words."""
+        self._over = True
         if last or not self.begun:
             await self._write(last)
         await self._response.write_eof()
