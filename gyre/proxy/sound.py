@@ -101,8 +101,10 @@ def read(event: Event, choices: int) -> tuple[array[int] | None, list[Piece]]:
             raise Unsound("the answer was aborted")
         values, entries = _logprobs(part.logprobs)
         delta = {"content": part.text} if part.delta is None else part.delta
-        if any(type(value) is not str for value in delta.values()):
-            _check(delta)
+        for value in delta.values():
+            if type(value) is not str:
+                _check(delta)
+                break
         tokens = part.token_ids or []
         pieces.append(Piece(part.index, delta, tokens, values, entries, part.finish_reason, part.stop_reason))
         prompt = part.prompt_token_ids or prompt
