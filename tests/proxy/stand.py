@@ -88,3 +88,21 @@ def text_of(events) -> str:
 def finish_of(events):
     """Its finish reasons."""
     return [c["finish_reason"] for event in events for c in event["choices"] if c.get("finish_reason")]
+
+
+def joined(events):
+    """The message of a stream, put together as clients do, and the ids of its calls."""
+    message, calls, finish = {"reasoning": "", "content": ""}, [], []
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            for key in message:
+                message[key] += delta.get(key) or ""
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(calls):
+                    calls.append([call["id"], call["function"]["name"], ""])
+                else:
+                    assert "id" not in call and "name" not in call["function"]
+                calls[call["index"]][2] += call["function"].get("arguments") or ""
+            finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return message["reasoning"], message["content"], [tuple(call[1:]) for call in calls], finish, [c[0] for c in calls]

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from gyre.splice import Extension
-from gyre.trajectories.sampling import from_records
 from tests.proxy.fake_engine import FakeEngine, Fault, render
-from tests.proxy.stand import finish_of, stand, text_of
+from tests.proxy.stand import finish_of, joined, stand, text_of
 
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
 ASK = {"messages": [{"role": "user", "content": "do it"}], "tools": TOOLS}
@@ -29,24 +28,6 @@ def engines(count, **options):
     return [
         FakeEngine(rank, says=lambda _: SAID, pairs=True, parses=True, replay=5, **options) for rank in range(count)
     ]
-
-
-def joined(events):
-    """The message of a stream, put together as clients do, and the ids of its calls."""
-    message, calls, finish = {"reasoning": "", "content": ""}, [], []
-    for event in events:
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            for key in message:
-                message[key] += delta.get(key) or ""
-            for call in delta.get("tool_calls") or ():
-                if call["index"] == len(calls):
-                    calls.append([call["id"], call["function"]["name"], ""])
-                else:
-                    assert "id" not in call and "name" not in call["function"]
-                calls[call["index"]][2] += call["function"].get("arguments") or ""
-            finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
-    return message["reasoning"], message["content"], [tuple(call[1:]) for call in calls], finish, [c[0] for c in calls]
 
 
 WHOLE = ("Erst nachsehen, 漢 dann <so>", "Gut, é<ich\n", CALLS, ["tool_calls"])
@@ -143,144 +124,6 @@ def test_reasoning_that_is_hidden_stays_hidden_and_is_known_all_the_same(tmp_pat
             await it.ask({**ASK, "messages": [*ASK["messages"], message, {"role": "user", "content": "on"}]})
             assert engine.bodies[-1]["messages"][1]["reasoning"] == WHOLE[0]
             assert (await it.proxy.close(1, 1))["spliced"] == 1
-
-    run(scenario())
-
-
-# -- conversations ---------------------------------------------------------------------------------------------------
-def tool_turns(text):
-    """What a model says, turn by turn, whose arguments no client writes the same way."""
-    turn = text.count("<|im_start|>user") + text.count("<|im_start|>tool\n")
-    arguments = f'{{"line":{turn},"text" : "é\\u00e9 {turn}",  "more": {{"z":1.0,"a":[ ]}}}}'
-    return f'<think>turn {turn}</think>Now {turn}.\n<tool_call>{{"name": "run", "arguments": {arguments}}}</tool_call>'
-
-
-async def converse(it, turns, ask, drop_reasoning=True):
-    """A client that reads calls and writes them anew."""
-    messages = [{"role": "user", "content": "begin"}]
-    for turn in range(turns):
-        message = await ask({"messages": messages, "tools": TOOLS})
-        calls = [
-            {"id": f"mine-{turn}", "type": "function", "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True, indent=1)}}
-            for call in message["tool_calls"]
-        ]  # fmt: skip
-        again = {"role": "assistant", "content": message["content"].strip(), "tool_calls": calls}
-        if not drop_reasoning:
-            again["reasoning"] = message["reasoning"]
-        messages += [again, {"role": "tool", "tool_call_id": f"mine-{turn}", "content": f"result {turn}"}]
-
-
-def plain(it):
-    async def ask(body):
-        return (await it.ask(body))[1]["choices"][0]["message"]
-
-    return ask
-
-
-def streamed(it):
-    async def ask(body):
-        reasoning, content, calls, _, identities = joined((await it.ask_stream(body))[0])
-        calls = [
-            {"id": i, "function": {"name": n, "arguments": a}} for i, (n, a) in zip(identities, calls, strict=True)
-        ]
-        return {"reasoning": reasoning, "content": content, "tool_calls": calls}
-
-    return ask
-
-
-@pytest.mark.parametrize("way", [plain, streamed])
-@pytest.mark.parametrize("moves", [False, True])
-def test_twenty_turns_through_a_client_that_writes_arguments_anew_are_one_sample(tmp_path, way, moves):
-    async def scenario():
-        engine = FakeEngine(0, says=tool_turns, pairs=True, parses=True, kv="")
-        if moves:
-            engine.faults = [Fault("moved", 5 + turn % 30) for turn in range(30)]
-        async with stand(tmp_path, engine) as it:
-            await converse(it, 20, way(it))
-            counts = await it.proxy.close(1, 1)
-        records = it.records()
-        assert len(records) == 20 and all(record.spliced for record in records[1:])
-        assert counts["spliced"] == 19 == counts["drifted"] and counts["forked"] == counts["lost"] == 0
-        assert counts["drift_tokens"] == sum(record.drift for record in records) > 19
-        (sample,) = from_records(records, 1, 0)
-        last = records[-1]
-        assert sample.tokens.tolist() == [*last.prompt, *last.sampled], "it is what the engine saw in the end"
-        assert sample.trained.sum() == sum(len(record.sampled) for record in records), "and every sampled token in it"
-        pairs = sum(token >= 1000 for token in sample.tokens[sample.trained])
-        assert pairs > 100 and pairs == sum(token >= 1000 for token in sample.tokens), "none is encoded anew"
-
-    run(scenario())
-
-
-def test_a_template_that_drops_reasoning_wins_and_forks(tmp_path):
-    async def scenario():
-        engine = FakeEngine(0, says=tool_turns, parses=True)
-        async with stand(tmp_path, engine) as it:
-
-            async def ask(body):
-                return await plain(it)({**body, "chat_template_kwargs": {"drop_thinking": True}})
-
-            await converse(it, 4, ask)
-            counts = await it.proxy.close(1, 1)
-        assert counts["forked"] == 3 and counts["spliced"] == counts["drifted"] == 0
-        samples = from_records(it.records(), 1, 0)
-        assert len(samples) == 4 and sum(s.trained.sum() for s in samples) == counts["tokens"]
-        assert [(r.spliced, r.rendered[0]) for r in it.records()] == [(False, len(r.prompt)) for r in it.records()]
-
-    run(scenario())
-
-
-def test_a_changed_answer_forks_below_the_last_one_that_is_known(tmp_path):
-    async def scenario():
-        engine = FakeEngine(0, says=lambda text: f"number {text.count('user')}", pairs=True)
-        async with stand(tmp_path, engine) as it:
-            messages = [{"role": "user", "content": "a"}]
-            for _ in range(3):
-                message = (await it.ask({"messages": messages}))[1]["choices"][0]["message"]
-                messages += [message, {"role": "user", "content": "b"}]
-            messages[3] = {"role": "assistant", "content": "other words"}
-            await it.ask({"messages": messages[:5]})
-            counts = await it.proxy.close(1, 1)
-        assert counts["spliced"] == 3 and counts["forked"] == 1
-        assert sorted(len(s) for s in from_records(it.records(), 1, 0)) == sorted(
-            len(r.prompt) + len(r.sampled) for r in it.records()[2:]
-        )
-
-    run(scenario())
-
-
-def test_conversations_side_by_side_do_not_mix(tmp_path):
-    async def scenario():
-        engine = FakeEngine(0, says=tool_turns, pairs=True, parses=True, delay=0.0005)
-        async with stand(tmp_path, engine) as it:
-
-            def as_agent(name):
-                async def ask(body):
-                    system = {"role": "system", "content": f"you are {name}"}
-                    return await plain(it)({**body, "messages": [system, *body["messages"]]})
-
-                return ask
-
-            await asyncio.gather(*(converse(it, 5, as_agent(name)) for name in "xyz"))
-            counts = await it.proxy.close(1, 1)
-        assert counts["spliced"] == 12 and counts["forked"] == 0
-        assert len(from_records(it.records(), 1, 0)) == 3
-
-    run(scenario())
-
-
-def test_several_choices_are_several_nodes(tmp_path):
-    async def scenario():
-        async with stand(tmp_path, FakeEngine(0)) as it:
-            ask = {"messages": [{"role": "user", "content": "a"}]}
-            choices = (await it.ask({**ask, "n": 3}))[1]["choices"]
-            for choice in choices:
-                await it.ask({"messages": [*ask["messages"], choice["message"], {"role": "user", "content": "b"}]})
-            counts = await it.proxy.close(1, 1)
-        assert counts["spliced"] == 3 and counts["forked"] == 0 and counts["requests"] == 4
-        assert len(from_records(it.records(), 1, 0)) == 3
 
     run(scenario())
 
