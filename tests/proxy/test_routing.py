@@ -37,6 +37,18 @@ def test_a_snapshot_is_the_whole_table():
     assert copy.route(1) == Route(0, "http://e", 1, 2) and copy.version == 4
 
 
+def test_a_route_may_say_where_keys_and_values_are_and_how_much_it_takes():
+    table, copy = RouteTable(), RouteTable()
+    table.assign(1, 0)
+    table.apply(1, {"0": entry() | {"kv": "shm:a", "slots": 4}, "1": entry() | {"kv": None}}, {"1": 0})
+    assert (table.route(1).kv, table.route(1).slots) == ("shm:a", 4)
+    copy.apply(**table.snapshot())
+    copy.assign(1, 1)
+    assert (copy.route(1).kv, copy.route(1).slots) == ("", 0)
+    table.apply(2, {}, {"1": None})
+    assert table.route(1) is None, "it is held until it is sent elsewhere"
+
+
 def test_a_new_policy_is_the_same_place():
     route = Route(0, "u", 1, 0)
     assert route.same_place(Route(0, "u", 1, 5)) and not route.same_place(Route(0, "u", 2, 0))
