@@ -50,6 +50,11 @@ UNSOUND = {
     "no logprob": b'{"choices": [{"index": 0, "delta": {}, "token_ids": [5], "logprobs": {"content": [{}]}}]}',
     "a word as logprob": b'{"choices": [{"index": 0, "delta": {}, "token_ids": [5], '
     b'"logprobs": {"content": [{"logprob": "x"}], "token_logprobs": ["x"]}}]}',
+    "no call": b'{"choices": [{"index": 0, "delta": {"tool_calls": [5]}, "token_ids": [5], '
+    b'"logprobs": {"content": [{"logprob": -1.0}], "token_logprobs": [-1.0]}}]}',
+    "a number as text": b'{"choices": [{"index": 0, "delta": {"content": 5}, "text": 5, "token_ids": [5], '
+    b'"logprobs": {"content": [{"logprob": -1.0}], "token_logprobs": [-1.0]}}]}',
+    "another prompt": b'{"prompt_token_ids": [1], "choices": []}',
     "no tokens": b'{"choices": [{"index": 0, "delta": {"content": "x"}, "text": "x", "finish_reason": "stop"}]}',
     "aborted": b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}',
     "an error": b'{"error": "so it is"}',
