@@ -36,6 +36,8 @@ log.setLevel(logging.INFO)  # whatever vLLM makes of the root
 
 #: Environment variable with the run's key: vLLM prints its settings, so it is none of them.
 KEY_VARIABLE = "GYRE_KV_KEY"
+#: Seconds that an engine with nothing to compute lets pass between two looks at a search.
+IDLE_SECONDS = 0.005
 
 
 @dataclass
@@ -222,8 +224,12 @@ class SchedulerSide:
                 raise Unavailable(f"policy {page.policy} is served here, not {wanted.policy}")
             kind = Kind(self._model, self._size)
             self._searches[name] = self._transport.search(wanted, request.all_token_ids[:], kind)
-        search = self._searches[name]
-        return None if search is None else search.poll(time.monotonic())
+        if (search := self._searches[name]) is None:
+            return None
+        found = search.poll(time.monotonic())
+        if found is None and not self._tracked:  # vLLM would ask again and again, and keep the answer from coming
+            search.wait(IDLE_SECONDS)
+        return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         """A request got blocks, and `count` tokens behind what it has are to be loaded."""

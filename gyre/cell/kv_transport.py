@@ -23,7 +23,7 @@ import urllib.parse
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -178,6 +178,9 @@ class Search(Protocol):
     def poll(self, now: float) -> Found | None:
         """What was found, or None while it is not known. Raises `Unavailable` when there is nothing to be found."""
 
+    def wait(self, seconds: float) -> None:
+        """Pass the time until there may be news, or until `seconds` are over, without computing."""
+
     def close(self) -> None:
         """Nobody wants the answer any more."""
 
@@ -230,6 +233,9 @@ class _SharedSearch:
         shards = tuple(path_of(wanted.address.pid, descriptor) for descriptor in page.fds)
         return Found(wanted, shards, found, page.generation)
 
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def close(self) -> None:
         return
 
@@ -254,7 +260,7 @@ class Socket:
         try:
             return self._fetch_from(gate, wanted, tokens, kind, closed)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unavailable(f"{wanted.address.url}: {type(error).__name__}: {error}") from error
+            raise Unavailable(f"{wanted.address.url}/{gate.asked}: {type(error).__name__}: {error}") from error
         finally:
             gate.close()
 
@@ -298,6 +304,10 @@ class _SocketSearch:
         assert self.future is not None
         return self.future.result() if self.future.done() else None
 
+    def wait(self, seconds: float) -> None:
+        assert self.future is not None
+        wait([self.future], seconds)
+
     def close(self) -> None:
         self.closed = True
         assert self.future is not None
@@ -317,12 +327,13 @@ class _Gate:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname or "", parts.port, timeout=SOCKET_SECONDS)
         self._headers = {"Authorization": f"Bearer {secret}"}
+        self.asked = ""  # the latest question
 
     def close(self) -> None:
         self._connection.close()
 
     def _ask(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body)
+        self.asked, data = path, None if body is None else json.dumps(body)
         self._connection.request(method, f"/gyre/kv/{path}", data, self._headers)
         response = self._connection.getresponse()
         if response.status != 200:

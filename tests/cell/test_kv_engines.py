@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -206,3 +207,51 @@ def test_a_source_that_was_killed_leaves_nothing_and_is_not_waited_for(pair):
         await check_exact(target, moved, rest)
 
     pair.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def two(tmp_path, **changes):
+    """Two engines of their own kind, that serve."""
+    engines = [await Engine.start(models.resolve("gyre:tiny"), tmp_path / f"{n}.log", n, **changes) for n in (1, 2)]
+    try:
+        for engine in engines:
+            await engine.ready()
+            await engine.open()
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+@pytest.mark.full
+def test_every_worker_of_an_engine_hands_over_its_part(tmp_path):
+    async def scenario():
+        args = {"distributed-executor-backend": "mp", "tensor-parallel-size": 2, "kv-cache-memory-bytes": "32M"}
+        async with two(tmp_path, args=args) as (source, target):
+            for seed, way in ((90, "shared"), (92, "socket")):
+                moved = await source.cut_off(prompt(seed), prompt(seed + 1))
+                kv = moved[0].kv
+                if way == "socket":
+                    address = replace(Address.decode(kv["address"], SECRET), host="0-0").encode(SECRET)
+                    kv = kv | {"address": address}
+                rests = [await finished_elsewhere(target, each, kv=kv) for each in moved]
+                assert all(share < 0.05 for _, share in rests), [share for _, share in rests]
+                while (await source.process.memory())["bytes"]["handoff"]:  # both workers took all
+                    await asyncio.sleep(0.05)
+                for each, (rest, _) in zip(moved, rests, strict=True):
+                    await check_exact(source, each, rest)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.full
+def test_a_cache_that_is_full_is_handed_over_whole(tmp_path, fork_server):
+    """Requests that end first must not lose their blocks to those that go on for another moment."""
+
+    async def scenario():
+        async with two(tmp_path, args={"kv-cache-memory-bytes": "2M"}) as (source, target):  # 64 blocks
+            moved = await source.cut_off(*(prompt(seed, 440) for seed in range(4)), tokens=20)
+            rests = [await finished_elsewhere(target, each, kv=each.kv) for each in moved]
+            assert all(share < 0.05 for _, share in rests), [share for _, share in rests]
+
+    asyncio.run(scenario())
