@@ -220,17 +220,6 @@ class Relay:
             PARKED_SECONDS, lambda: hold.enter_context(self._execution.hold())
         )
 
-        def admitted(given: Mapping[str, str]) -> None:
-            parked.cancel()
-            hold.close()
-            entry.release()
-            policy = int(given.get("x-gyre-policy", route.policy))
-            for span in spans:
-                span.policy = policy
-            self._place = self._execution.place = Place(route.engine, route.epoch, policy, route.kv)
-            if self._note is None and HEADER in given:
-                self._note = PromptNote.decode(given[HEADER])
-
         head = headers(self._settings.secret, self._execution.number, route)
         try:
             async with self._board.leg(self._execution.number, route):
@@ -238,10 +227,10 @@ class Relay:
                 del body  # of a long conversation it is large, and an answer takes long
                 stream = Stream(connection, self._decode)
                 try:
-                    try:
-                        admitted(connection.headers)
-                    except ValueError as error:
-                        raise Broken(f"a header of another shape: {error}") from error
+                    parked.cancel()
+                    hold.close()
+                    entry.release()
+                    self._admitted(stream.headers, route, spans)
                     while not self._whole:
                         await self._take_all(stream, spans)
                 finally:
@@ -249,6 +238,18 @@ class Relay:
         finally:
             parked.cancel()
             hold.close()
+
+    def _admitted(self, given: Mapping[str, str], route: Route, spans: list[Span]) -> None:
+        """An engine begins to answer; what it says of that in its headers."""
+        try:
+            policy = int(given.get("x-gyre-policy", route.policy))
+            if not self._prompt and HEADER in given:
+                self._note = PromptNote.decode(given[HEADER])
+        except ValueError as error:
+            raise Broken(f"a header of another shape: {error}") from error
+        for span in spans:
+            span.policy = policy
+        self._place = self._execution.place = Place(route.engine, route.epoch, policy, route.kv)
 
     # -- pieces of answers -------------------------------------------------------------------------------------------
     async def _take_all(self, stream: Stream, spans: list[Span]) -> None:
