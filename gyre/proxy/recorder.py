@@ -27,6 +27,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 _FRAME = struct.Struct("<III")
 
 
@@ -82,6 +84,13 @@ def _from_little(kind: str, data: bytes) -> array[Any]:
     return values
 
 
+def _encoded(header: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(header)
+    except (ValueError, OverflowError):  # half of a character, or a number beyond 64 bits, in what a client asked
+        return json.dumps(header, separators=(",", ":")).encode()
+
+
 _ARRAYS = ("prompt", "sampled", "logprobs")
 _PLAIN = [f.name for f in fields(CallRecord) if f.name not in (*_ARRAYS, "spans")]
 
@@ -101,7 +110,7 @@ class Recorder:
         header = {name: getattr(record, name) for name in _PLAIN} | {"spans": [vars(span) for span in record.spans]}
         header |= {"base": base if shared else -1, "shared": shared}
         header |= {"tail": len(record.prompt) - shared, "count": len(record.sampled)}
-        head = json.dumps(header, separators=(",", ":")).encode()
+        head = _encoded(header)
         payload = _little(record.prompt[shared:]) + _little(record.sampled) + _little(record.logprobs)
         frame = _FRAME.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head)))
         self._file.write(frame + head + payload)

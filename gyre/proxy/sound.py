@@ -8,9 +8,9 @@ was sound before it stands, and the request is tried again, a bounded number of 
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -72,8 +72,7 @@ def decoder(full: bool) -> Callable[[bytes], Event]:
     return _full if full else _plain
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """One choice's part of an event."""
 
     index: int
@@ -108,7 +107,8 @@ def read(event: Event, choices: int) -> tuple[array[int] | None, list[Piece]]:
         tokens = part.token_ids or []
         pieces.append(Piece(part.index, delta, tokens, values, entries, part.finish_reason, part.stop_reason))
         prompt = part.prompt_token_ids or prompt
-    return array("i", prompt) if prompt else None, pieces
+    # An array takes bytes in half the time of numbers, and prompts are long.
+    return array("i", struct.pack(f"{len(prompt)}i", *prompt)) if prompt else None, pieces
 
 
 def _check(delta: Json) -> None:
@@ -158,10 +158,13 @@ def fault(piece: Piece, prompt: bool, begun: bool, known: int = 0) -> str:
     tokens, values = piece.tokens, piece.values
     if len(tokens) != len(values):
         return f"{len(tokens)} tokens with {len(values)} log-probabilities"
-    for value in values[known:]:
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            # Its logits were no numbers: nothing can be trained on this.
-            return f"log-probabilities that are no numbers: {values[:8]}"
+    try:
+        finite = all(map(math.isfinite, values[known:] if known else values))
+    except (TypeError, OverflowError):
+        finite = False
+    if not finite:
+        # Its logits were no numbers: nothing can be trained on this.
+        return f"log-probabilities that are no numbers: {values[:8]}"
     if tokens and not prompt:
         return "tokens without the ids of their prompt"
     if not tokens and not begun and any(value for key, value in piece.delta.items() if key != "role"):
