@@ -61,7 +61,7 @@ class Engines:
     """The stand-ins; their prompts have `prompt` tokens."""
 
     def __init__(self, prompt: int) -> None:
-        self._prompt = prompt
+        self.prompt = prompt
         self.ports: list[int] = []
         self._processes: list[asyncio.subprocess.Process] = []
 
@@ -71,7 +71,7 @@ class Engines:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 str(HERE / "_stand_in.py"),
-                str(self._prompt),
+                str(self.prompt),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )

@@ -10,7 +10,8 @@ In one run, against the same stand-in engines (processes that answer from prepar
   vllm-router   through the router of vLLM's project, a compiled program; it records nothing. It is no dependency of
                 Gyre: python -m venv DIR && DIR/bin/pip install vllm-router==0.1.17, then --router DIR/bin/vllm-router.
                 Without it that row is left out.
-Clients ask the same of all three: prompts of 2,000 words, answers without ids or log-probabilities.
+Clients ask the same of all three: prompts of 2,000 words, answers without ids or log-probabilities. The router passes
+bytes on; the proxy is sent the ids of the prompt and more bytes for each token, reads them and writes them down.
 
 Latency, at 1, 64 and 512 streams: time from the request to the first token, and, of every further token, time from its
 writing by the engine to its arrival. What is added is the difference to direct in the same round. Requests per second:
@@ -41,7 +42,6 @@ from _ways import EXECUTIONS, HERE, Engines, Figures, Way, direct, gyre, router
 from rich.console import Console
 from rich.table import Table
 
-PROMPT = 2000
 ADDED_P50_MS, ADDED_P99_MS, HELD_MB, SHARE = 2.0, 10.0, 300.0, 0.5
 
 
@@ -67,10 +67,10 @@ ANSWERS = (Level(64, 0, 16, clients=2), Level(64, 0, 16, clients=2, stream=False
 
 
 # -- one measurement ---------------------------------------------------------------------------------------------------
-async def load(way: Way, level: Level, seconds: float, **more: Any) -> list[Figures]:
+async def load(engines: Engines, way: Way, level: Level, seconds: float, **more: Any) -> list[Figures]:
     """Have clients ask; the figures of each of their processes."""
     shares = [way.keys[: level.streams][i :: level.clients] for i in range(level.clients)]
-    asked = {"seconds": seconds, "tokens": level.tokens, "stream": level.stream, "prompt": PROMPT, **more}
+    asked = {"seconds": seconds, "tokens": level.tokens, "stream": level.stream, "prompt": engines.prompt, **more}
     if level.rate:
         asked |= {"spread": True, "start_seconds": 0.8}
 
@@ -100,7 +100,7 @@ async def measure(engines: Engines, way: Way, level: Level, seconds: float) -> F
     """One way at one level, once."""
     engines.pace(level.rate)
     before = way.processor_s()
-    figures = await load(way, level, seconds)
+    figures = await load(engines, way, level, seconds)
     used = way.processor_s() - before
     first, further = ([value for one in figures for value in one[key]] for key in ("first", "further"))
     answers, tokens = (sum(one[key] for one in figures) for key in ("all_answers", "all_tokens"))
@@ -111,6 +111,7 @@ async def measure(engines: Engines, way: Way, level: Level, seconds: float) -> F
         "processor_us": {"token": 1e6 * used / tokens, "request": 1e6 * used / answers},
         "clients_busy": max(one["busy"] for one in figures),
         "samples": len(further),
+        "tokens": tokens,
     }
 
 
@@ -119,7 +120,7 @@ async def held(engines: Engines, way: Way) -> Figures:
     begun = way.memory_mb()
     engines.pace(0.25)
     level = Level(EXECUTIONS, 0.25, 8, clients=2)
-    streams = asyncio.create_task(load(way, level, seconds=6.0))
+    streams = asyncio.create_task(load(engines, way, level, seconds=6.0))
     await asyncio.sleep(6.0)
     seen = way.memory_mb()
     engines.pace(100)
@@ -244,7 +245,7 @@ async def profile(console: Console, engines: Engines, place: Path, seconds: floa
 
 async def run(options: Any, console: Console, place: Path) -> None:
     """Measure, print, and keep."""
-    engines = Engines(PROMPT)
+    engines = Engines(options.prompt)
     await engines.start()
     rounds, seconds = (1, 2.0) if options.quick else (options.rounds, 5.0)
     kept: Figures = {"load_before": os.getloadavg(), "cores": os.cpu_count(), "router": options.router}
@@ -278,10 +279,13 @@ async def run(options: Any, console: Console, place: Path) -> None:
             f"{EXECUTIONS:,} streams held by {name}: {now['resident']:,.0f} MB resident, {now['proportional']:,.0f} MB "
             f"proportional ({begun['resident']:,.0f} MB before)"
         )
+    seen = sum(figures["tokens"] for rounds_of in measured.values() for figures in rounds_of["gyre"])
     console.print(
-        f"gyre recorded {recorded['tokens']:,} tokens of {recorded['requests']:,} requests in "
-        f"{recorded['bytes'] / 1e6:,.1f} MB; {recorded['answered']:,} answered, {recorded['lost']:,} lost"
+        f"gyre recorded {recorded['tokens']:,} of the {seen:,} tokens that clients were answered with, in "
+        f"{recorded['bytes'] / 1e6:,.1f} MB; of {recorded['requests']:,} requests {recorded['lost']:,} were lost"
     )
+    if recorded["tokens"] != seen:
+        raise SystemExit("not every token was recorded, or one twice")
     if not options.router:
         console.print("vllm-router is not here, so it was left out: --help says how to install it")
     latency = {level.streams: measured[level] for level in LEVELS}
@@ -300,6 +304,7 @@ def main() -> None:
     """Measure, print, and keep what was measured."""
     asked = parser(__doc__)
     asked.add_argument("--rounds", type=int, default=5)
+    asked.add_argument("--prompt", type=int, default=2000, help="words, and tokens, of every prompt")
     asked.add_argument("--router", metavar="PROGRAM", help="vllm-router; looked for beside python and in PATH")
     asked.add_argument("--router-policy", default="round_robin", help="the cheapest by default; its own is cache_aware")
     asked.add_argument("--profile", action="store_true", help="say where the proxy's time goes, and no more")
