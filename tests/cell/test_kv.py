@@ -19,6 +19,7 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre import config as configuration
 from gyre.cell.gate import Gate
 from gyre.cell.kv_index import ROOT, Chosen, Entry, Index, Ledger, extend, key
 from gyre.cell.kv_segment import (
@@ -40,6 +41,7 @@ from gyre.cell.kv_segment import (
 from gyre.cell.kv_source import Source
 from gyre.cell.kv_transport import Address, Kind, Shared, Socket, Wanted, ready
 from gyre.cell.kv_worker import Load, WorkerSide
+from gyre.errors import UserError
 from tests.cell.test_gate import ToyControl
 
 SIZE = 4  # tokens of a block here
@@ -526,3 +528,16 @@ def test_odd_requests_for_blocks_are_answered():
 
 def test_entries_keep_their_tokens():
     assert Entry.of(ROOT, [1, 2]).tokens == array("i", [1, 2])
+
+
+def test_engines_without_kv_cannot_hand_it_off():
+    timed = {"engine": {"kind": "timed"}, "train": {"updates": 1, "kind": "timed"}, "serving": {"kv_handoff": True}}
+    rest = {
+        "model": {"path": "gyre:timed"},
+        "tasks": {"path": "tasks.jsonl"},
+        "harness": {"command": ["true"], "score": {"command": ["true"]}},
+        "cells": {"count": 1, "slots": 1, "gpus": 0},
+        "scheduler": {"batch_groups": 1, "group_size": 2},
+    }
+    with pytest.raises(UserError, match=r"engine.kind timed has no KV cache to hand off; set serving.kv_handoff=false"):
+        configuration.build(timed | rest)
