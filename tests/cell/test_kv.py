@@ -79,6 +79,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 # -- what blocks are worth -------------------------------------------------------------------------------------------
+@settings(max_examples=100, deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 24), max_size=6))
 def test_a_chain_is_the_same_in_whatever_pieces_it_grows(tokens, lengths):
     grown: list[bytes] = []
@@ -93,6 +94,7 @@ def test_a_key_stands_for_the_whole_prefix_and_for_how_much_of_a_block_is_there(
     assert len({key(ROOT, [1, 0, 0][:n]) for n in (1, 2, 3)}) == 3
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.lists(TOKENS, max_size=5), TOKENS)
 def test_a_match_is_the_longest_prefix_that_any_request_left(held, wanted):
     left: dict[bytes, Entry] = {}
@@ -105,7 +107,7 @@ def test_a_match_is_the_longest_prefix_that_any_request_left(held, wanted):
     assert kept[: found.tokens] == wanted[: found.tokens]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_ledger_says_what_blocks_hold_and_plans_whole_prefixes(data):
     """Requests write blocks that others had; whatever is planned is what stands there, with all that precedes it."""
@@ -143,6 +145,7 @@ def test_pages_and_plans_are_what_they_were():
     assert Plan.unpack(Plan(MODEL, SIZE, []).pack()).chosen == []
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_bytes_that_are_no_page_plan_or_shard_are_refused_or_harmless(data):
     plan = Plan(MODEL, SIZE, [Chosen(e, n, True) for n, e in enumerate(entries(list(range(11))))]).pack()
@@ -375,6 +378,7 @@ def test_a_shard_says_where_its_blocks_are():
 ADDRESS = Address("0123abcd-4", 77, 5, b"t" * 16, "http://10.0.0.1:8000")
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_an_address_that_was_altered_is_no_address(data):
     text = ADDRESS.encode(SECRET)
@@ -390,6 +394,7 @@ def test_an_address_that_was_altered_is_no_address(data):
 JSON = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just({"address": "x"}) | st.just([])
 
 
+@settings(max_examples=100, deadline=None)
 @given(JSON, JSON, JSON)
 def test_nonsense_in_a_request_is_no_reason_to_fail(anything, epoch, policy):
     for words in (anything, {"address": ADDRESS.encode(SECRET), "epoch": epoch, "policy": policy}):
