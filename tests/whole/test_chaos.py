@@ -285,6 +285,7 @@ def run(directory: Path, seconds: float, crashes: int, capsys: pytest.CaptureFix
     assert world.done["crash"] == crashes
     counts = harvest.counts
     assert counts["continued"] > CONVERSATIONS / 2 and counts["restarted"], "too little happened to show anything"
+    assert counts["spliced"] > counts["forked"] and figures["calls"], "no conversation went on as it should"
     assert max(len(record.prompt) + len(record.sampled) for _, record in harvest.answers) < MAX_CONTEXT
 
 
