@@ -220,6 +220,8 @@ class EventStream:
         )
         self._idle = idle
         self._starting = asyncio.Lock()
+        self._started = False
+        self._pending = b""  # what is not written yet
         self._writing = 0
         self._over = False
         self._last = time.monotonic()
@@ -229,19 +231,30 @@ class EventStream:
         """Whether the client has been sent a status."""
         return self._response.prepared
 
-    async def _write(self, data: bytes) -> None:
-        if not self._response.prepared:
-            async with self._starting:  # words and a sign of life may both be the first
-                await self._response.prepare(self._request)
+    async def _write(self, data: bytes, sign: bool = False) -> None:
+        """Write; a sign of life is no reason to begin with an answer that is over by then.
+
+        Who is cancelled before it was written leaves it to the next.
+        """
+        self._pending += data
         self._last = time.monotonic()
         self._writing += 1
         try:
-            await self._response.write(data)
+            if not self._started:
+                async with self._starting:  # words and a sign of life may both be the first
+                    if sign and self._over:
+                        return
+                    if not self._started:
+                        await self._response.prepare(self._request)
+                        self._started = True
+            pending, self._pending = self._pending, b""
+            if pending:
+                await self._response.write(pending)
         finally:
             self._writing -= 1
 
     async def send(self, events: list[Event]) -> None:
-        """Send events."""
+        """Send events; they are sent, with the next ones, even where this is cancelled."""
         if events:
             await self._write(b"".join(map(_encoded, events)))
 
@@ -256,12 +269,16 @@ class EventStream:
             return
         event = self._idle()
         with contextlib.suppress(ConnectionError):
-            await self._write(b": waiting\n\n" if event is None else _encoded(event))
+            await self._write(b": waiting\n\n" if event is None else _encoded(event), sign=True)
+
+    def close(self) -> None:
+        """No signs of life from now on: the answer is over, or another one is given in its place."""
+        self._over = True
 
     async def end(self, last: bytes) -> web.StreamResponse:
         """Finish the stream with its last words."""
         self._over = True
-        if last or not self.begun:
+        if last or self._pending or not self.begun:
             await self._write(last)
         await self._response.write_eof()
         return self._response

@@ -225,6 +225,7 @@ class Service:
             return await stream.end(call.last)
         finally:
             if stream:
+                stream.close()
                 self._streams.discard(stream)
 
     def _fault(self, error: Exception, execution: Execution, relay: Relay) -> ApiError:

@@ -254,3 +254,84 @@ def test_pipelined_requests_are_answered_in_order(tmp_path):
             writer.close()
 
     run(scenario())
+
+
+def test_a_sign_of_life_is_no_second_answer(tmp_path):
+    """It is decided on, and then the engine's refusal comes, all before it is written."""
+
+    async def scenario():
+        engine = FakeEngine(0)
+        async with stand(tmp_path, engine) as it:
+            engine.gate.clear()
+            asked = asyncio.ensure_future(it.ask({**ASK, "stream": True}))
+            while not engine.bodies:
+                await asyncio.sleep(0.01)
+            (stream,) = it.proxy._service._streams
+            stream._last -= 2 * front.KEEP_ALIVE_SECONDS
+            (connection,) = it.proxy._connections._all
+            connection.data_received(b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\n{}")
+            it.proxy._service.keep_alive()
+            assert (await asked)[0] == 400
+            await asyncio.sleep(0)
+            assert not stream.begun
+            assert (await it.proxy.totals())["requests"] == 0
+            engine.gate.set()
+            assert (await it.ask(ASK))[0] == 200  # over the same connection
+
+    run(scenario())
+
+
+class Slow:
+    """In place of a response: it begins when it is told to."""
+
+    def __init__(self):
+        self.prepared, self.ready, self.data, self.begun = False, asyncio.Event(), b"", 0
+
+    async def prepare(self, request):
+        self.begun += 1
+        self.prepared = True  # as aiohttp has it: before the headers are written
+        await self.ready.wait()
+
+    async def write(self, data):
+        self.data += data
+
+    async def write_eof(self):
+        self.data += b"end"
+
+
+def slow_stream():
+    stream = front.EventStream(None, {}, lambda: None)
+    stream._response = Slow()
+    return stream, stream._response
+
+
+def test_words_that_were_cut_off_come_with_the_next():
+    async def scenario():
+        stream, response = slow_stream()
+        ping = asyncio.ensure_future(stream.keep_alive())
+        await asyncio.sleep(0)
+        for number in (1, 2):
+            cut = asyncio.ensure_future(stream.send([(None, {"n": number})]))
+            await asyncio.sleep(0)
+            cut.cancel()
+        response.ready.set()
+        await stream.send([(None, {"n": 3})])
+        await ping
+        await stream.end(b"last")
+        words = b": waiting\n\n" + b"".join(b'data: {"n":%d}\n\n' % n for n in (1, 2, 3))
+        assert response.data == words + b"lastend" and response.begun == 1
+
+    run(scenario())
+
+
+def test_a_sign_of_life_that_waited_is_not_written_once_it_is_over():
+    async def scenario():
+        stream, response = slow_stream()
+        async with stream._starting:
+            ping = asyncio.ensure_future(stream.keep_alive())
+            await asyncio.sleep(0)
+            stream.close()
+        await ping
+        assert not response.begun
+
+    run(scenario())
