@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from gyre.proxy.admission import Doors, Entry
 from gyre.proxy.history import History, Node, Place
 from gyre.proxy.recorder import CallRecord, Recorder
 from gyre.proxy.routing import Route, RouteTable
+
+log = logging.getLogger(__name__)
 
 #: Seconds that an engine which lost its route has to end a request itself before the proxy turns away from it.
 LEAVE_SECONDS = 5.0
@@ -104,7 +108,12 @@ class Execution:
         node, shared = near = self.history.nearest(record.prompt, known)
         call = self._recorder.append(record, node.call if node else -1, shared)
         ids = record.prompt + record.sampled
-        self.history.add(call, ids, len(record.sampled), near, place, asked, message, record.rendered)
+        try:
+            self.history.add(call, ids, len(record.sampled), near, place, asked, message, record.rendered)
+        except Exception as error:  # the call is written, and its client is to have the answer
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("execution %d: its history is begun anew: %s\n%s", self.number, type(error).__name__, where)
+            self.history = History()
         self.counts.tokens += len(record.sampled)
         if not record.trainable:
             self.counts.masked += len(record.sampled)

@@ -210,8 +210,8 @@ class History:
         self.ids -= len(node.tail)
         if not node.asked:
             return
-        alike = self._steps[node.step]
-        if alike.get(node.reasoning) is node:
+        alike = self._steps.get(node.step, {})
+        if alike.get(node.reasoning) is node:  # it may be another by now: the same answer, given again
             del alike[node.reasoning]
             if not alike:
                 del self._steps[node.step]

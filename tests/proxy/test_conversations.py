@@ -198,3 +198,25 @@ def test_every_dialect_is_one_conversation_to_the_engine(tmp_path, converse_in):
         assert sample.trained.sum() == counts["tokens"]
 
     run(scenario())
+
+
+def test_a_fault_of_the_history_takes_no_answer_away(tmp_path, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise KeyError("what a client said")
+
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0, says=lambda _: "yes")) as it:
+            ask = {"messages": [{"role": "user", "content": "so?"}]}
+            with monkeypatch.context() as patch:
+                patch.setattr("gyre.proxy.history.History.add", broken)
+                assert (await it.ask(ask))[0] == 200
+            answer = {"role": "assistant", "content": "yes"}
+            assert (await it.ask(ask))[0] == 200
+            on = [*ask["messages"], answer, {"role": "user", "content": "on"}]
+            assert (await it.ask({"messages": on}))[0] == 200
+            counts = await it.proxy.close(1, 1)
+        assert counts["answered"] == 3 and counts["lost"] == 0 and counts["spliced"] == 1
+        assert len(it.records()) == 3 and all(record.trainable for record in it.records())
+        assert "KeyError" in caplog.text and "what a client said" not in caplog.text
+
+    run(scenario())

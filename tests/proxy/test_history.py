@@ -189,6 +189,26 @@ def test_memory_is_bounded_and_what_is_held_is_whole(data, nodes, held):
         assert len(history._steps) <= nodes and sum(history._asked.values()) == len(history)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([None, "hm"])), max_size=20),
+    st.integers(1, 4),
+)
+def test_the_same_answers_again_are_forgotten_like_others(calls, nodes):
+    history = History(nodes, 1000)
+    for question, said, reasoning in calls:
+        prompt = (7, question)
+        found = history.find({}, [user(str(question))])
+        near = history.nearest(array("i", prompt), found.node)
+        ids = array("i", [*prompt, said])
+        node = history.add(0, ids, 1, near, None, found.asked, answer(str(said), reasoning=reasoning), (2, "d"))
+        again = history.find({}, [user(str(question)), assistant(answer(str(said), reasoning=reasoning)), user("on")])
+        assert again.node is node, "the newest one"
+        assert len(history) <= nodes and sum(history._asked.values()) == len(history)
+        held = {node.serial for alike in history._steps.values() for node in alike.values()}
+        assert held <= history._nodes.keys()
+
+
 @given(ids, ids)
 def test_shared_length(a, b):
     length = shared_length(array("i", a), array("i", b))
