@@ -142,25 +142,30 @@ class Extension:
 
 @dataclass(frozen=True)
 class PromptNote:
-    """What an engine says of the prompt that it used."""
+    """What an engine says of the prompt that it used, and of how it samples what follows."""
 
     rendered: tuple[int, str]  # length and digest of what the messages were rendered to
     spliced: bool  # known ids were used, not the rendering
     drift: int  # ids that encoding anew would have given otherwise
+    constrained: bool | None = None  # a grammar or the like has a say, beside what the request asks for; None: not said
 
     def encode(self) -> str:
         """The note as JSON text, the header's value."""
         value = {"rendered": list(self.rendered), "spliced": self.spliced, "drift": self.drift}
+        if self.constrained is not None:
+            value["constrained"] = self.constrained
         return json.dumps(value, separators=(",", ":"))
 
     @staticmethod
     def decode(text: str) -> PromptNote:
         """The note of a header's value. Raises ValueError where it is not one."""
-        value = _object(text, {"rendered", "spliced", "drift"})
-        spliced, drift = value.get("spliced"), value.get("drift")
+        value = _object(text, {"rendered", "spliced", "drift", "constrained"})
+        spliced, drift, constrained = value.get("spliced"), value.get("drift"), value.get("constrained")
         if not isinstance(spliced, bool) or type(drift) is not int or drift < 0:
             raise ValueError("spliced must be true or false, and drift a number")
-        return PromptNote(_rendered(value.get("rendered")), spliced, drift)
+        if not isinstance(constrained, bool | None):
+            raise ValueError("constrained must be true or false")
+        return PromptNote(_rendered(value.get("rendered")), spliced, drift, constrained)
 
 
 def splice(rendered: Sequence[int], history: History, ends: Container[int], decode: Decode) -> array[int] | None:

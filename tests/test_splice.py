@@ -151,8 +151,9 @@ def test_the_wire_carries_it_all(sequence, kept, prompt, texts):
     history = History(sequence, len(sequence) // 2, (len(sequence), digest(sequence)), tuple(texts))
     for extension in (Extension(prompt, kept, history), Extension(prompt, kept), Extension()):
         assert Extension.decode(extension.encode()) == extension
-    note = PromptNote((3, digest(sequence)), bool(kept), len(kept))
-    assert PromptNote.decode(note.encode()) == note
+    for constrained in (None, False, True):
+        note = PromptNote((3, digest(sequence)), bool(kept), len(kept), constrained)
+        assert PromptNote.decode(note.encode()) == note
     assert unpack(pack(sequence)) == sequence
 
 
@@ -183,7 +184,10 @@ def test_nonsense_is_refused(text):
         Extension.decode(text)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"rendered": [0, ""], "spliced": 1, "drift": 0}'])
+NOTE = '{"rendered": [0, ""], "spliced": true, "drift": 0, "constrained": 1}'
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"rendered": [0, ""], "spliced": 1, "drift": 0}', NOTE])
 def test_a_note_of_nonsense_is_refused(text):
     with pytest.raises(ValueError):
         PromptNote.decode(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -30,6 +31,7 @@ from gyre.splice import ARGUMENT, Extension, resolve
 
 _KEPT = "gyre_kept"  # among a request's extra arguments, on their way to `_add_request`: the known tokens of its answer
 _AT_ONCE = 256  # known tokens between two turns of other requests
+_TRANSFERS = {"kv_transfer_params", "ec_transfer_params"}  # extra arguments that have no say in what is sampled
 _SHOWN = "gyre_shown"  # on the output of known tokens: the outputs before it
 
 
@@ -65,7 +67,7 @@ class Engine(AsyncLLM):
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
             params = self._fitting(params, prompt["prompt_token_ids"])
         if (notes := prompt_notes.get()) is not None:
-            notes.append(note)
+            notes.append(dataclasses.replace(note, constrained=self._constrained(params)))
         if not extension.kept:
             return super().generate(prompt, params, *args, **more)
         if params.n > 1:
@@ -82,6 +84,23 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         limits = (config.speculative_config, config.structured_outputs_config)
         params.verify(self.model_config, *limits, self.renderer.tokenizer)
+
+    def _constrained(self, params: SamplingParams) -> bool:
+        """Whether these parameters, as they came out, let more shape what is sampled than a proxy sees in its request.
+
+        What it sees (temperature, cuts, penalties, biases, allowed tokens, the least length) it judges itself.
+        """
+        grammar = params.structured_outputs
+        watermark = getattr(self.vllm_config, "watermark_config", None) is not None and params.watermarking is not False
+        return bool(
+            (grammar is not None and not grammar.all_constraints_none())
+            or watermark
+            or params.thinking_token_budget is not None
+            or params.bad_words
+            or params.trace_decode_token_ids
+            or (params.extra_args or {}).keys() - _TRANSFERS  # for processors of logits
+            or self.model_config.logits_processors
+        )
 
     def _decode(self, ids: list[int]) -> str:
         """The text of ids as answers are given it: special tokens included, nothing cleaned up."""

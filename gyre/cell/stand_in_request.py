@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import Any
 
@@ -42,7 +43,8 @@ class Asked:
         self.kept = extension.kept
         self.prompt: array[int]
         self.note: PromptNote
-        self.prompt, self.note = resolve(rendered(body, chat), extension, ENDS, decode)
+        self.prompt, note = resolve(rendered(body, chat), extension, ENDS, decode)
+        self.note = dataclasses.replace(note, constrained=False)  # it knows no grammar
         self.length = self._length(body, max_context)
 
     def _length(self, body: Message, max_context: int) -> int:

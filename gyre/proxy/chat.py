@@ -35,10 +35,15 @@ _CONTINUABLE = {
     *("allowed_token_ids", "priority", "user", "metadata", "chat_template", "chat_template_kwargs", "documents"),
     *("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "include_reasoning"),
     *("parallel_tool_calls", "store", "service_tier", "tools", "tool_choice", "prompt_cache_key", "safety_identifier"),
-    *("response_format", "best_of", "echo", "suffix", *_NEUTRAL, *_PENALTIES),
+    *("response_format", *_NEUTRAL, *_PENALTIES),
+}
+#: Options that are judged one by one, or have no say in what is sampled. Of any other, only an engine knows.
+_JUDGED = {
+    *(*_CONTINUABLE, *_CONSTRAINTS, "kv_transfer_params", "mm_processor_kwargs", "cache_salt", "request_id"),
+    *("truncate_prompt_tokens", "return_tokens_as_token_ids"),
 }
 #: Options of the client that engines are not asked: the proxy answers them, or they are no client's to set.
-_KEPT_BACK = ("model", "stream_options", "top_logprobs", "include_reasoning", "best_of", "kv_transfer_params")
+_KEPT_BACK = ("model", "stream_options", "top_logprobs", "include_reasoning", "kv_transfer_params")
 #: Options beside the messages that change what they are rendered to.
 _RENDERING = (
     *("tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort"),
@@ -64,8 +69,10 @@ class Request:
     token_ids: bool
     choices: int
     sampling: Json
-    masked: str  # why what is sampled must not be trained on
+    masked: str  # why what is sampled must not be trained on, whatever the engine says
+    doubted: str  # the same, unless the engine says that nothing else has a say in what is sampled
     continuable: bool  # an answer can go on elsewhere from its tokens; otherwise it starts over there
+    grammar: bool  # tools that engines may sample calls of under a grammar, which cannot go on from the middle
     text_only: bool  # no images or the like, whose place in a prompt only the engine knows
 
     @property
@@ -78,10 +85,13 @@ class Request:
         """Whether the client wants an answer without its reasoning."""
         return self.body.get("include_reasoning") is False
 
-    @property
-    def buffered(self) -> bool:
-        """Whether a streaming client is answered only when the answer is whole, because it may have to start over."""
-        return not self.continuable
+    def masked_under(self, constrained: bool | None) -> str:
+        """Why what is sampled must not be trained on, or nothing; `constrained` is what the engine says of it."""
+        return self.masked or (self.doubted if constrained is None else "constrained" if constrained else "")
+
+    def continuable_under(self, constrained: bool | None) -> bool:
+        """Whether an answer goes on elsewhere from its tokens; others are shown to a client when they are whole."""
+        return self.continuable and not (self.grammar if constrained is None else constrained)
 
     @property
     def messages(self) -> list[Any]:
@@ -123,9 +133,20 @@ def _masked(body: Json, temperature: float) -> str:
         return "truncated"
     if any(_number(body, key, 0) for key in _PENALTIES) or _number(body, "repetition_penalty", 1) != 1:
         return "penalties"
-    if any(body.get(key) for key in _CONSTRAINTS) or _formatted(body) or _tool_grammar(body):
+    if any(body.get(key) for key in _CONSTRAINTS) or _formatted(body):
         return "constrained"
     return ""
+
+
+def _doubted(body: Json) -> str:
+    """Why such tokens had better not be trained on, where the engine does not say what has a say in them."""
+    if _tool_grammar(body):
+        return "constrained"
+    return "unknown option" if _others(body, _JUDGED) else ""
+
+
+def _others(body: Json, known: set[str]) -> bool:
+    return any(value is not None and key not in known for key, value in body.items())
 
 
 def _formatted(body: Json) -> bool:
@@ -150,10 +171,9 @@ def _strict(tool: Any) -> bool:
 
 
 def _continuable(body: Json, text_only: bool) -> bool:
-    unknown = any(value is not None and key not in _CONTINUABLE for key, value in body.items())
     counted = any(_number(body, key, 0) for key in _PENALTIES)  # they count sampled tokens, not the prompt's
-    bound = _formatted(body) or _tool_grammar(body)  # a grammar would begin anew in the middle
-    return not (unknown or counted or bound) and text_only and (body.get("n") or 1) == 1
+    bound = _others(body, _CONTINUABLE) or _formatted(body)  # a grammar would begin anew in the middle
+    return not (counted or bound) and text_only and (body.get("n") or 1) == 1
 
 
 def _text_only(messages: list[Any]) -> bool:
@@ -178,6 +198,7 @@ def parse(body: Any) -> Request:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message")
     logprobs, top = _typed(body, "logprobs", bool, False), _typed(body, "top_logprobs", int, 0)
+    body = _without_echo(body)
     return _request(body, True, logprobs, top, _text_only(messages))
 
 
@@ -190,15 +211,22 @@ def parse_completion(body: Any) -> Request:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     prompt = _single(body.get("prompt"))
-    if _typed(body, "echo", bool, False):
-        raise BadRequest("echo is not supported: the prompt would be answered as if it had been sampled")
+    body = _without_echo(body)
     if body.get("suffix"):
         raise BadRequest("suffix is not supported: the model would see another prompt than the recorded one")
     best_of = _typed(body, "best_of", int, None)
     if best_of not in (None, _typed(body, "n", int, 1)):
         raise BadRequest("best_of must equal n: answers that are thrown away could not be recorded")
     top = _typed(body, "logprobs", int, None)
+    body = {key: value for key, value in body.items() if key not in ("suffix", "best_of")}
     return _request({**body, "prompt": prompt}, False, top is not None, top or 0, True)
+
+
+def _without_echo(body: Json) -> Json:
+    """The body without an option that would have the prompt answered as if it had been sampled."""
+    if _typed(body, "echo", bool, False):
+        raise BadRequest("echo is not supported: the prompt would be answered as if it had been sampled")
+    return {key: value for key, value in body.items() if key != "echo"} if "echo" in body else body
 
 
 def _single(prompt: Any) -> str | list[int]:
@@ -234,7 +262,9 @@ def _request(body: Json, is_chat: bool, logprobs: bool, top_logprobs: int, text_
         choices=choices,
         sampling=sampling,
         masked=_masked(body, temperature),
+        doubted=_doubted(body),
         continuable=_continuable(body, text_only),
+        grammar=_tool_grammar(body),
         text_only=text_only,
     )
 

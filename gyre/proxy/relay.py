@@ -86,7 +86,8 @@ class Relay:
         self._connections = connections
         self._settings = settings
         self._show = show
-        self._live = show is not None and not request.buffered
+        self._constrained: bool | None = None  # what engines have said of it
+        self._live = False  # whether the client is shown what comes as it comes, which is known once an engine begins
         self._head = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -184,7 +185,7 @@ class Relay:
     def _issue_again(self) -> None:
         """Count a further leg, and throw away what it cannot continue from."""
         self._rerouted = True
-        if self._request.continuable:
+        if self._continuable:
             (choice,) = self._choices
             self._continued = self._continued or bool(choice.sampled)
             choice.begin_leg(shown=self._live)
@@ -192,6 +193,12 @@ class Relay:
             self._restarted = self._restarted or any(choice.sampled for choice in self._choices)
             self._choices = [Choice() for _ in range(self._request.choices)]
             self._prompt, self._note, self._spliced = array("i"), None, False
+
+    @property
+    def _continuable(self) -> bool:
+        """Whether another engine can go on; of some requests only an engine that has begun can tell."""
+        shown = self._live and self._begun_stream  # which is never taken back, whatever a later engine says
+        return shown or self._request.continuable_under(self._constrained)
 
     def _progress(self, route: Route) -> chat.Progress:
         progress = chat.Progress(messages=self._found.messages, handoff=self._handoff(route))
@@ -243,10 +250,15 @@ class Relay:
         """An engine begins to answer; what it says of that in its headers."""
         try:
             policy = int(given.get("x-gyre-policy", route.policy))
-            if not self._prompt and HEADER in given:
-                self._note = PromptNote.decode(given[HEADER])
+            note = PromptNote.decode(given[HEADER]) if HEADER in given else None
         except ValueError as error:
             raise Broken(f"a header of another shape: {error}") from error
+        if note is not None and not self._prompt:
+            self._note = note
+        if note is not None and note.constrained is not None:
+            self._constrained = bool(self._constrained) or note.constrained
+        if not self._begun_stream:
+            self._live = self._show is not None and self._continuable
         for span in spans:
             span.policy = policy
         self._place = self._execution.place = Place(route.engine, route.epoch, policy, route.kv)
@@ -295,8 +307,7 @@ class Relay:
 
     def _demand_sound(self, choice: Choice, span: Span, piece: sound.Piece) -> None:
         """Refuse tokens that cannot be recorded, before anything is made of them: another try may well be right."""
-        begun = choice.repeated > 0 or bool(self._request.body.get("echo"))
-        if fault := sound.fault(piece, bool(self._prompt), begun, len(choice.sampled) - choice.repeated):
+        if fault := sound.fault(piece, bool(self._prompt), choice.repeated > 0, len(choice.sampled) - choice.repeated):
             log.error("execution %d: engine %d: %s", self._execution.number, span.engine, fault)
             raise sound.Unsound(fault)
 
@@ -351,6 +362,7 @@ class Relay:
         counts.forked += self._found.changed or (self._found.node is not None and not self._spliced)
         note = self._note or PromptNote((len(self._prompt), digest(self._prompt)), False, 0)
         drift = note.drift if self._spliced else 0
+        masked = self._request.masked_under(self._constrained)
         counts.drifted += drift > 0
         counts.drift_tokens += drift
         for choice in self._choices:
@@ -362,8 +374,8 @@ class Relay:
                 logprobs=choice.logprobs,
                 spans=choice.spans,
                 sampling=self._request.sampling,
-                trainable=complete and not self._request.masked,
-                masked=self._request.masked or ("" if complete else "abandoned"),
+                trainable=complete and not masked,
+                masked=masked or ("" if complete else "abandoned"),
                 finish_reason=choice.finish_reason,
                 started=self._started,
                 seconds=time.monotonic() - self._begun,

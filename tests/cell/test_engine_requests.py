@@ -16,6 +16,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("run", "read")
 ]
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 USER = {"role": "user", "content": "list it"}
 CALL = '<tool_call>\n{"name": "run", "arguments": {"command":"ls","n": 3}}\n</tool_call>'
 ANSWER = f"<think>\nhm, é\n</think>\n\nok, I look.\n{CALL}<|im_end|>"
@@ -130,7 +131,7 @@ def test_a_greedy_answer_goes_on_as_if_nothing_had_happened(talker, path):
     )
     whole = ask()
     assert whole.status == 200 and whole.finish == "length" and len(whole.ids) == 40
-    assert whole.note == PromptNote((len(whole.prompt), digest(whole.prompt)), False, 0)
+    assert whole.note == PromptNote((len(whole.prompt), digest(whole.prompt)), False, 0, False)
     for cut in (1, 2, 17, 39, 40):
         got = ask(kept(whole.ids[:cut], whole.prompt))
         assert (got.ids, got.message, got.finish) == (whole.ids, whole.message, "length")
@@ -138,7 +139,7 @@ def test_a_greedy_answer_goes_on_as_if_nothing_had_happened(talker, path):
         assert close(got.logprobs[cut:], whole.logprobs[cut:]) and got.logprobs[:cut] == [0] * cut
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
         assert [got.usage[key] for key in counts] == [whole.usage[key] for key in counts]
-        assert got.note == PromptNote((len(whole.prompt), digest(whole.prompt)), True, 0)
+        assert got.note == PromptNote((len(whole.prompt), digest(whole.prompt)), True, 0, False)
 
 
 def test_what_was_cached_of_prompt_and_answer_is_counted(talker):
@@ -232,7 +233,7 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(talker):
     tail = talker.encode("\n<|im_start|>tool\naa<|im_end|>\n<|im_start|>assistant\n")
     assert two.prompt == one.prompt + one.ids + tail
     rendered = talker.chat(messages, max_tokens=1).prompt
-    assert two.note == PromptNote((len(rendered), digest(rendered)), True, two.note.drift) and two.note.drift > 0
+    assert two.note == PromptNote((len(rendered), digest(rendered)), True, two.note.drift, False) and two.note.drift > 0
     assert talker.tokenizer.decode(two.prompt) != talker.tokenizer.decode(rendered)  # the call, as it was written
 
     # The second answer was cut short by its limit; the third call's history is that of the second.
@@ -260,6 +261,28 @@ def test_the_same_tokens_again_are_no_drift(talker):
         messages, known(talker.chat(extension=kept([*talker.pieces("ok aa"), talker.end])), ["ok aa"])
     )
     assert drifted.note.spliced and drifted.note.drift == 5
+
+
+@pytest.mark.parametrize(
+    "body, constrained",
+    [
+        ({}, False),
+        ({"temperature": 1, "top_p": 0.5, "logit_bias": {"5": 1.0}, "min_tokens": 1, "presence_penalty": 1}, False),
+        ({"tools": STRICT}, True),  # not with every parser
+        ({"tools": STRICT, "tool_choice": "none"}, False),
+        ({"parallel_tool_calls": True}, False),
+        ({"tools": STRICT, "tool_choice": "required"}, True),
+        ({"tools": STRICT, "tool_choice": {"type": "function", "function": {"name": "run"}}}, True),
+        ({"response_format": {"type": "text"}}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"structured_outputs": {"regex": "a+"}}, True),
+        ({"bad_words": ["no"]}, True),
+        ({"vllm_xargs": {"a": 1}}, True),
+    ],
+)
+def test_an_engine_says_whether_more_than_was_asked_for_shapes_what_it_samples(talker, body, constrained):
+    got = talker.chat(max_tokens=2, **body)
+    assert got.status == 200 and got.note.constrained is constrained
 
 
 def test_given_tokens_are_the_prompt_whatever_is_rendered(talker):

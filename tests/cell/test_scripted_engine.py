@@ -207,7 +207,8 @@ def test_a_conversation_with_tools_plain_and_streamed(engine):
     assert {key: message[key] for key in choice["message"]} == choice["message"]
     assert sum("tool_calls" in c["delta"] for e in events for c in e["choices"]) > 2, "calls come in several pieces"
     prompt = render(messages, TOOLS)
-    assert events[0]["prompt_token_ids"] == prompt and note == PromptNote((len(prompt), digest(prompt)), False, 0)
+    assert events[0]["prompt_token_ids"] == prompt
+    assert note == PromptNote((len(prompt), digest(prompt)), False, 0, False)
     assert events[-1]["usage"]["completion_tokens"] == len(tokens) == plain["usage"]["completion_tokens"]
     assert tokens[-1] in ENDS and decode(tokens).startswith(message["content"])
     _, _, counted = engine.post("/v1/chat/completions/render", {"messages": messages, "tools": TOOLS})

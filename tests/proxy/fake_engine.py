@@ -8,6 +8,7 @@ parses reasoning and calls of tools out of its text, as engines do.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import random
@@ -93,6 +94,7 @@ class FakeEngine:
     parses: bool = False  # parse reasoning and calls of tools
     extends: bool = True  # speak the extension
     replay: int = 3  # tokens in a piece of those that it only repeats
+    constrained: bool | None = None  # what it says of how it samples
     kv: str = ""
     slots: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # set: admit
@@ -173,6 +175,7 @@ class FakeEngine:
         if not self.extends:
             assert extension == Extension()
         prompt, note = resolve(rendered, extension, {END}, decode)
+        note = dataclasses.replace(note, constrained=self.constrained)
         prompt, kept = prompt.tolist(), extension.kept.tolist()
         response = web.StreamResponse(
             headers={

@@ -35,7 +35,28 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
     ],
 )
 def test_what_can_be_continued(extra, continuable):
-    assert parse({**ASK, **extra}).continuable is continuable
+    assert parse({**ASK, **extra}).continuable_under(None) is continuable
+    assert not parse({**ASK, **extra}).continuable_under(True)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ],
+)
+def test_an_engine_that_says_how_it_samples_is_believed(extra):
+    asked = parse({**ASK, **extra})
+    assert asked.masked_under(None) == asked.masked_under(True) == "constrained" and asked.masked_under(False) == ""
+    assert asked.continuable_under(False)
+    assert parse({**ASK, **extra, "top_p": 0.5}).masked_under(False) == "truncated"
+    assert parse(ASK).masked_under(True) == "constrained" and parse(ASK).masked_under(None) == ""
+    assert not parse({**ASK, **extra, "something_new": 1}).continuable_under(False)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +80,16 @@ def test_what_can_be_continued(extra, continuable):
         ({"tools": [{}, {"function": {"name": "f", "strict": True}}]}, "constrained"),
         ({"tools": [{"function": {"name": "f", "strict": False}}]}, ""),
         ({"tools": [{}], "parallel_tool_calls": False}, "constrained"),
+        ({"thinking_token_budget": 5}, "unknown option"),
+        ({"watermarking": True}, "unknown option"),
+        ({"vllm_xargs": {"a": 1}}, "unknown option"),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_count": 2}}, "unknown option"),
+        ({"guided_json": {}}, "unknown option"),
+        ({"something_new": None, "cache_salt": "x", "truncate_prompt_tokens": 5}, ""),
     ],
 )
 def test_what_can_be_trained_on(extra, masked):
-    assert parse({**ASK, **extra}).masked == masked
+    assert parse({**ASK, **extra}).masked_under(None) == masked
 
 
 def test_nothing_is_left_to_an_engines_defaults():
@@ -99,8 +126,10 @@ def test_a_plain_completion_has_one_prompt(prompt):
     asked = chat.parse_completion({"prompt": prompt, "logprobs": 0, "n": 2, "best_of": 2, "echo": False})
     assert not asked.is_chat and asked.logprobs and asked.path == "/v1/completions" and asked.choices == 2
     body = chat.leg(asked, Progress())
-    assert body["prompt"] in (prompt, prompt[:1] and prompt[0]) and body["logprobs"] == 0 and "best_of" not in body
-    assert chat.parse_completion({"prompt": prompt}).continuable
+    assert body["prompt"] in (prompt, prompt[:1] and prompt[0]) and body["logprobs"] == 0
+    assert not {"best_of", "echo", "suffix"} & body.keys()
+    asked = chat.parse_completion({"prompt": prompt, "best_of": 1, "echo": False, "suffix": ""})
+    assert asked.continuable and not asked.masked_under(None)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +179,9 @@ def test_tool_calls_come_in_pieces():
 def test_a_bad_request_says_what_is_bad():
     with pytest.raises(BadRequest, match="temperature"):
         parse({**ASK, "temperature": []})
+    with pytest.raises(BadRequest, match="echo"):
+        parse({**ASK, "echo": True})
+    assert "echo" not in chat.leg(parse({**ASK, "echo": False}), Progress())
 
 
 CALL = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
