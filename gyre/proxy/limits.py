@@ -20,7 +20,8 @@ WRITE_BUFFER = 256 << 10  # bytes of answers that wait in the kernel for a clien
 
 REQUESTS_OF_EXECUTION = 1024
 REQUESTS = 8192
-LIVE_BYTES = 512 << 20  # bodies of all requests under way
+BYTES_OF_EXECUTION = 64 << 20  # bodies of its requests under way, with what they unpack or refer to
+BYTES = 512 << 20  # the same of all executions
 
 
 class Room:
@@ -46,23 +47,29 @@ class Room:
             own.requests -= 1
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[Callable[[int], None]]:
+    def hold(self, own: Room) -> Iterator[Callable[[int], None]]:
         """Keep a body while it comes and is answered: what is given is to be told of every piece of it, in bytes.
 
-        It raises ApiError where the body is too large, or there is no room for it.
+        `own` is its execution's. It raises ApiError where the body is too large, or there is no room for it.
         """
         held = 0
 
         def grow(size: int) -> None:
             nonlocal held
             if held + size > MAX_BODY:
-                raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="request_too_large")
-            if self.bytes + size > LIVE_BYTES:
+                message = f"the body, with what it unpacks or refers to, is larger than {MAX_BODY} bytes"
+                raise ApiError(413, message, code="request_too_large")
+            if own.bytes + size > BYTES_OF_EXECUTION:
+                message = f"this execution's requests under way are larger than {BYTES_OF_EXECUTION} bytes"
+                raise ApiError(429, message, code="rate_limit_exceeded")
+            if self.bytes + size > BYTES:
                 raise ApiError(429, "the bodies of the requests under way are too large", code="rate_limit_exceeded")
             held += size
+            own.bytes += size
             self.bytes += size
 
         try:
             yield grow
         finally:
+            own.bytes -= held
             self.bytes -= held

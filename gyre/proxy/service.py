@@ -30,6 +30,7 @@ from gyre.proxy.connections import Connections
 from gyre.proxy.dialects import errors, listing
 from gyre.proxy.dialects.calls import Call
 from gyre.proxy.dialects.errors import ApiError, Invalid, Json
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.messages import to_chat
 from gyre.proxy.dialects.messages_answer import MessageCall
 from gyre.proxy.dialects.openai import OpenAiCall
@@ -56,6 +57,14 @@ class Client:
     execution: Execution
     room: Room = field(default_factory=Room)
     store: Store = field(default_factory=Store)
+    left_out: set[str] = field(default_factory=set)
+
+    def tell(self, left_out: set[str]) -> None:
+        """Log what its model is not told of its requests, each kind once."""
+        if new := left_out - self.left_out:
+            self.left_out |= new
+            kinds = ", ".join(sorted(new))
+            log.info("execution %d: not for the model here, and left out: %s", self.execution.number, kinds)
 
 
 class Service:
@@ -129,6 +138,9 @@ class Service:
         client = self._client(request)
         with self._room.enter(client.room):
             if path in _GENERATIONS:
+                if method == "GET" and request.headers.get("Upgrade", "").lower() == "websocket":
+                    # Agents that would rather have one take this for a no at once, and other errors for a bad moment.
+                    raise ApiError(426, "there are no websockets here", code="upgrade_required")
                 _demand(method, "POST")
                 return await self._generate(request, client, _GENERATIONS[path], request_id)
             if path == "/v1/messages/count_tokens":
@@ -143,18 +155,18 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: web.BaseRequest, client: Client) -> Any:
-        """The JSON object that was sent, while it is being answered; the execution's end ends it."""
+        """The JSON object that was sent, and its intake, while it is being answered; the execution's end ends it."""
         task, tasks = asyncio.current_task(), client.execution.tasks
         assert task is not None
         tasks.add(task)
         try:
-            with self._room.hold() as grow:
+            with self._room.hold(client.room) as grow:
                 data = await front.read_body(request, grow)
                 if client.execution.closed:
                     raise ApiError(401, "the execution is over", code="invalid_api_key")
                 body = decode(data)
                 del data  # of a long conversation it is large, and an answer takes long
-                yield body
+                yield body, Intake(grow)
         finally:
             tasks.discard(task)
 
@@ -181,9 +193,10 @@ class Service:
     async def _generate(
         self, request: web.BaseRequest, client: Client, make: Maker, request_id: str
     ) -> web.StreamResponse:
-        async with self._body(request, client) as body:
+        async with self._body(request, client) as (body, intake):
             self._demand_model(body.get("model") if isinstance(body.get("model"), str) else None)
-            call = make(body, self._settings.max_context, client.store)
+            call = make(body, self._settings.max_context, client.store, intake)
+            client.tell(intake.left_out)
             try:
                 asked = (chat.parse_completion if call.completion else chat.parse)(call.chat)
             except chat.BadRequest as error:
@@ -253,8 +266,9 @@ class Service:
         return ApiError(500, counts.fault, code="internal")
 
     async def _count(self, request: web.BaseRequest, client: Client, request_id: str) -> web.Response:
-        async with self._body(request, client) as body:
-            asked = to_chat(body, self._settings.max_context, counting=True)
+        async with self._body(request, client) as (body, intake):
+            asked = to_chat(body, self._settings.max_context, intake, counting=True)
+            client.tell(intake.left_out)
             self._demand_model(asked["model"])
             try:
                 async with asyncio.timeout(self._settings.request_timeout):
@@ -301,10 +315,10 @@ def _demand(method: str, *allowed: str) -> None:
         raise ApiError(405, f"only {names} is possible here", code="method_not_allowed", allow=names)
 
 
-Maker = Callable[[Json, int, Store], Call]
+Maker = Callable[[Json, int, Store, Intake], Call]
 _GENERATIONS: dict[str, Maker] = {
-    "/v1/chat/completions": lambda body, context, store: OpenAiCall(body),
-    "/v1/completions": lambda body, context, store: OpenAiCall(body, completion=True),
-    "/v1/messages": lambda body, context, store: MessageCall(body, context),
+    "/v1/chat/completions": lambda body, context, store, intake: OpenAiCall(body),
+    "/v1/completions": lambda body, context, store, intake: OpenAiCall(body, completion=True),
+    "/v1/messages": lambda body, context, store, intake: MessageCall(body, context, intake),
     "/v1/responses": ResponseCall,
 }

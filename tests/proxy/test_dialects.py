@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gyre.proxy.dialects import errors, hidden
 from gyre.proxy.dialects.errors import Invalid
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.messages import to_chat
 from gyre.proxy.dialects.openai import OpenAiCall
 from gyre.proxy.dialects.reading import decode
@@ -134,8 +135,7 @@ def test_options_of_a_message():
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-        ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages.0.content.0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source"),
         ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "walk"}}, "tool_choice.name"),
@@ -206,10 +206,12 @@ def test_two_turns_of_the_assistant_stay_two():
     "body, where",
     [
         ({"input": None}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools.0"),
-        ({"input": [{"type": "computer_call_output"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0"),
+        ({"tools": [{"name": "x"}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.name"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "function"}]}]}, "tools.0.tools.0.name"),
+        ({"input": [{"type": "custom_tool_call", "name": "x"}]}, "input.0.input"),
+        ({"input": [{"type": "computer_call_output"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
@@ -265,13 +267,13 @@ def test_an_engines_odd_error_is_an_error_still(body):
 @settings(max_examples=50, deadline=None)
 def test_hidden_reasoning_comes_back(text):
     clean = text.encode("utf-8", "replace").decode()
-    assert hidden.unseal(hidden.seal(text)) == clean and hidden.signature(text)
+    assert hidden.unseal(hidden.seal(text), Intake()) == clean and hidden.signature(text)
 
 
 def test_hidden_reasoning_that_is_none_of_ours_is_nothing():
     bomb = hidden.seal("x" * (hidden.MAX_CHARACTERS + 1))
     for sealed in ("", "x", "gyre1.", "gyre1.####", "gyre1.AAAA", "gyre1.é", hidden.seal("text")[:-4], bomb):
-        assert hidden.unseal(sealed) == ""
+        assert hidden.unseal(sealed, Intake()) == ""
 
 
 def test_the_last_of_two_equal_keys_counts():

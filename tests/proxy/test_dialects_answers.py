@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.proxy.dialects.errors import ApiError, Invalid
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.messages import to_chat
 from gyre.proxy.dialects.messages_answer import MessageCall
 from gyre.proxy.dialects.responses_answer import ResponseCall
@@ -266,7 +267,7 @@ def test_a_conversation_is_the_chain_of_its_responses():
     stored(store, 1, instructions="only for this one")
     stored(store, 2, previous_response_id="resp_1")
     stored(store, 3, store=False)
-    texts = [m["content"] for m in store.conversation("resp_2")]
+    texts = [m["content"] for m in store.conversation("resp_2", Intake())]
     assert texts == ["q1", "a1", "q2", "a2"]
     with pytest.raises(ApiError):
         store.get("resp_3")
@@ -275,7 +276,7 @@ def test_a_conversation_is_the_chain_of_its_responses():
     assert refers["messages"][0] == {"role": "assistant", "content": "a2"}
     store.delete("resp_1")
     with pytest.raises(Invalid, match="resp_1"):
-        store.conversation("resp_2")
+        store.conversation("resp_2", Intake())
     with pytest.raises(ApiError):
         store.delete("resp_1")
 
@@ -287,7 +288,31 @@ def test_the_store_is_bounded():
         if number == 8:
             store.get("resp_6")
     assert [n for n in range(10) if n in {int(key[5:]) for key in store._kept}] == [6, 8, 9]
-    assert all(int(key.split("_")[1 if key.startswith("msg") else 2]) in (6, 8, 9) for key in store._items)
+    assert all(
+        int(key.split("_")[1 if key.startswith("msg") else 2]) in (6, 8, 9) for key in [*store._answered, *store._given]
+    )
     small = Store(most_bytes=10)
     stored(small, 1)
-    assert not small._kept and not small._items and small._bytes == 0
+    assert not small._kept and not small._answered and not small._given and small._bytes == 0
+
+
+def test_deleting_a_response_takes_nothing_of_another():
+    """Clients send old items again, under the ids they had; and what was answered is not theirs to change."""
+    store = Store()
+    answered = stored(store, 1)["output"][0]
+    again = [{"type": "message", "role": "user", "content": f"q{n}", "id": "mine"} for n in (1, 1, 2)]
+    forged = {**answered, "content": [{"type": "output_text", "text": "another"}]}
+    for number in (2, 3):
+        refers = [{"type": "item_reference", "id": "mine"}] if number == 3 else []
+        stored(store, number, input=[*again, forged, *refers])
+    stored(store, 4, input=[{"role": "user", "content": "x", "id": [1]}, {"role": "user", "content": "x", "id": 5}])
+    for number in (4, 3):
+        store.delete(f"resp_{number}")
+        assert store.item(answered["id"]) is answered and store.item("mine")["content"] == "q2"
+    store.delete("resp_1")
+    assert store.item(answered["id"])["content"][0]["text"] == "another"
+    store.delete("resp_2")
+    for name in ("mine", answered["id"]):
+        with pytest.raises(Invalid):
+            store.item(name)
+    assert not store._answered and not store._given

@@ -187,8 +187,8 @@ def test_errors_are_the_packages_own(tmp_path):
                     with pytest.raises(openai.BadRequestError) as caught:
                         await asked
                     assert caught.value.code == "context_length_exceeded" and "600 input tokens" in str(caught.value)
-                with pytest.raises(openai.BadRequestError, match="built-in tool web_search"):
-                    await client.responses.create(model="policy", input="hi", tools=[{"type": "web_search"}])
+                with pytest.raises(openai.BadRequestError, match="there are no tools to use"):
+                    await client.responses.create(model="policy", input="hi", tool_choice="required")
             async with anthropic.AsyncAnthropic(base_url=it.url, api_key="token-1", max_retries=0) as client:
                 asked = {"model": "policy", "max_tokens": 9, "messages": hi}
                 for awaited in (

@@ -8,6 +8,7 @@ import pytest
 
 from gyre.child import Child
 from gyre.proxy import limits
+from gyre.proxy.dialects import hidden
 from tests.proxy.fake_engine import SECRET, FakeEngine, Fault
 from tests.proxy.stand import stand
 from tests.proxy.support import ASK, AUTH, run, silence
@@ -224,5 +225,87 @@ def test_the_child_process_and_the_openai_package(tmp_path):
         await child.stop()
         await engine.stop()
         assert "Traceback" not in (tmp_path / "proxy.log").read_text()
+
+    run(scenario())
+
+
+def test_what_one_execution_holds_leaves_room_for_others(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "BYTES_OF_EXECUTION", 3000)
+    large = {"messages": [{"role": "user", "content": "x" * 2000}]}
+
+    async def scenario():
+        engine = FakeEngine(0)
+        async with stand(tmp_path, engine) as it:
+            await it.register(2)
+            engine.gate.clear()
+            waiting = [asyncio.ensure_future(it.ask(large, n)) for n in (1, 2)]
+            while len(engine.bodies) < 2:
+                await asyncio.sleep(0.01)
+            status, reply = await it.ask(large)
+            assert status == 429 and reply["error"]["code"] == "rate_limit_exceeded"
+            engine.gate.set()
+            assert [(await one)[0] for one in waiting] == [200, 200]
+            assert (await it.ask(large))[0] == 200
+
+    with silence(caplog):
+        run(scenario())
+
+
+def test_what_a_body_unpacks_or_refers_to_counts(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "MAX_BODY", 100_000)
+    sealed = hidden.seal("a" * 60_000)
+    blocks = [{"type": "redacted_thinking", "data": sealed}] * 2
+    thoughts = [{"type": "reasoning", "summary": [], "encrypted_content": sealed}] * 2
+    messages = [{"role": "assistant", "content": blocks}, *ASK["messages"]]
+    long = {"role": "user", "content": "a" * 60_000, "id": "long", "type": "message"}
+    reference = {"type": "item_reference", "id": "long"}
+
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0)) as it:
+
+            async def asked(path, body):
+                async with it.post(body, path=path) as response:
+                    return response.status, await response.json()
+
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                assert (await asked(path, {"max_tokens": 5, "messages": messages}))[0] == 413
+            assert (await asked("/v1/responses", {"input": thoughts}))[0] == 413
+            status, first = await asked("/v1/responses", {"input": [long]})
+            assert status == 200
+            assert (await asked("/v1/responses", {"input": [reference]}))[0] == 200
+            after = {"previous_response_id": first["id"]}
+            assert (await asked("/v1/responses", {"input": "more", **after}))[0] == 200
+            for body in ({"input": [reference] * 2}, {"input": [reference], **after}):
+                assert (await asked("/v1/responses", body))[0] == 413
+            assert (await it.ask(ASK))[0] == 200
+
+    with silence(caplog):
+        run(scenario())
+
+
+def test_what_is_left_out_is_logged_once(tmp_path, caplog):
+    body = {"input": "hi", "tools": [{"type": "web_search"}, {"type": "private words"}]}
+
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0)) as it:
+            await it.register(2)
+            for n in (1, 1, 2):
+                async with it.post(body, n, path="/v1/responses") as response:
+                    assert response.status == 200
+
+    with silence(caplog):
+        run(scenario())
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert [line.split(":")[0] for line in said] == ["execution 1", "execution 2"]
+    assert all("another kind, web_search" in line for line in said) and "private" not in caplog.text
+
+
+def test_who_asks_for_a_websocket_is_told_at_once_that_there_is_none(tmp_path):
+    async def scenario():
+        async with stand(tmp_path, FakeEngine(0)) as it:
+            headers = {**AUTH, "Upgrade": "websocket", "Connection": "Upgrade"}
+            async with it.client.get(it.url + "/v1/responses", headers=headers) as response:
+                assert response.status == 426
+            assert (await it.ask(ASK))[0] == 200
 
     run(scenario())

@@ -11,6 +11,8 @@ import binascii
 import hashlib
 import zlib
 
+from gyre.proxy.dialects.intake import Intake
+
 _MARK = "gyre1."
 MAX_CHARACTERS = 4 << 20
 
@@ -20,17 +22,21 @@ def seal(text: str) -> str:
     return _MARK + base64.urlsafe_b64encode(zlib.compress(text.encode("utf-8", "replace"))).decode()
 
 
-def unseal(sealed: str) -> str:
-    """What was packed; empty where it is nothing of ours, or far too long."""
+def unseal(sealed: str, intake: Intake) -> str:
+    """What was packed, charged to `intake`; empty where it is nothing of ours, or far too long."""
     if not sealed.startswith(_MARK):
         return ""
     try:
         packed = base64.b64decode(sealed[len(_MARK) :].encode(), altchars=b"-_", validate=True)
         unpacker = zlib.decompressobj()
         text = unpacker.decompress(packed, MAX_CHARACTERS)
-        return "" if unpacker.unconsumed_tail or not unpacker.eof else text.decode()
+        if unpacker.unconsumed_tail or not unpacker.eof:
+            return ""
+        found = text.decode()
     except (binascii.Error, zlib.error, ValueError):
         return ""
+    intake.charge(found)
+    return found
 
 
 def signature(text: str) -> str:

@@ -8,7 +8,8 @@ import msgspec
 
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import Invalid, Json
-from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, required, texts
+from gyre.proxy.dialects.intake import Intake
+from gyre.proxy.dialects.reading import objects, optional, path, positive, required, texts
 
 #: The member of a tool's input that holds arguments which are no JSON object; Anthropic's advice for such a case.
 BROKEN = "INVALID_JSON"
@@ -20,7 +21,7 @@ _THINKING = dict.fromkeys(("enabled", "omitted"), {"enable_thinking": True, "thi
 _REFUSED = ("mcp_servers", "container")
 
 
-def to_chat(body: Json, max_context: int, counting: bool = False) -> Json:
+def to_chat(body: Json, max_context: int, intake: Intake | None = None, counting: bool = False) -> Json:
     """The chat completion that a request for a message stands for; `counting` for one that only counts its tokens.
 
     Raises:
@@ -29,16 +30,17 @@ def to_chat(body: Json, max_context: int, counting: bool = False) -> Json:
     for key in _REFUSED:
         if body.get(key):
             raise Invalid("is not offered here", key)
+    intake = intake or Intake()
     messages = _system(body)
     given = objects(required(body, "messages", list), "messages")
     if not given:
         raise Invalid("at least one message is required", "messages")
     for index, message in enumerate(given):
-        messages += _message(message, f"messages.{index}")
+        messages += _message(message, f"messages.{index}", intake)
     chat: Json = {"model": optional(body, "model", str, default=""), "messages": messages}
     if _is_begun(messages[-1] if messages else {}):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    chat |= _tools(body) | _thinking(body)
+    chat |= _tools(body, intake) | _thinking(body)
     if extra := _THINKING.get(thinking_is(body), {}) | optional(body, "chat_template_kwargs", dict, default={}):
         chat["chat_template_kwargs"] = extra
     return chat if counting else chat | _sampling(body, max_context)
@@ -93,9 +95,15 @@ def thinking_is(body: Json) -> str:
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------
-def _tools(body: Json) -> Json:
+def _tools(body: Json, intake: Intake) -> Json:
     given = objects(optional(body, "tools", list, default=[]), "tools")
-    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
+    tools, theirs = [], []
+    for index, tool in enumerate(given):
+        if _is_theirs(tool, f"tools.{index}"):
+            theirs.append(tool.get("name"))
+            intake.leave_out(tool["type"])
+        else:
+            tools.append(_tool(tool, f"tools.{index}"))
     choice = optional(body, "tool_choice", dict)
     chat: Json = {"tools": tools} if tools else {}
     if choice is None:
@@ -104,12 +112,13 @@ def _tools(body: Json) -> Json:
     single = optional(choice, "disable_parallel_tool_use", bool, "tool_choice", default=False)
     if kind == "tool":
         name = required(choice, "name", str, "tool_choice")
-        if name not in {tool["function"]["name"] for tool in tools}:
+        if name in {tool["function"]["name"] for tool in tools}:
+            chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+        elif name not in theirs:
             raise Invalid("names a tool that is not among tools", "tool_choice.name")
-        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind not in _CHOICES:
         raise Invalid("must be auto, any, tool or none", "tool_choice.type")
-    elif kind == "any" and not tools:
+    elif kind == "any" and not given:
         raise Invalid("there are no tools to use", "tool_choice")
     elif tools:
         chat["tool_choice"] = _CHOICES[kind]
@@ -118,10 +127,12 @@ def _tools(body: Json) -> Json:
     return chat
 
 
+def _is_theirs(tool: Json, where: str) -> bool:
+    """Whether a tool is one of Anthropic's, which only their models know: it comes without a schema."""
+    return optional(tool, "type", str, where, default="custom") != "custom" and "input_schema" not in tool
+
+
 def _tool(tool: Json, where: str) -> Json:
-    kind = optional(tool, "type", str, where, default="custom")
-    if kind != "custom":
-        raise Invalid(f"tools of type {kind[:80]} are not offered here; define one with an input_schema", where)
     function = {"name": required(tool, "name", str, where), "parameters": required(tool, "input_schema", dict, where)}
     if (description := optional(tool, "description", str, where)) is not None:
         function["description"] = description
@@ -146,7 +157,7 @@ def _only_text(blocks: list[Any], where: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _message(message: Json, where: str) -> list[Json]:
+def _message(message: Json, where: str, intake: Intake) -> list[Json]:
     role = required(message, "role", str, where)
     content = required(message, "content", (str, list), where)
     if role not in ("user", "assistant", "system"):
@@ -157,10 +168,10 @@ def _message(message: Json, where: str) -> list[Json]:
     if role == "system":
         return [{"role": role, "content": _only_text(content, where)}]
     blocks = [(block, path(where, index)) for index, block in enumerate(objects(content, where))]
-    return _assistant(blocks) if role == "assistant" else _user(blocks)
+    return _assistant(blocks, intake) if role == "assistant" else _user(blocks, intake)
 
 
-def _assistant(blocks: list[tuple[Json, str]]) -> list[Json]:
+def _assistant(blocks: list[tuple[Json, str]], intake: Intake) -> list[Json]:
     said, thought, calls = "", "", []
     for block, where in blocks:
         match required(block, "type", str, where):
@@ -168,13 +179,13 @@ def _assistant(blocks: list[tuple[Json, str]]) -> list[Json]:
                 said += required(block, "text", str, where)
             case "thinking":
                 signature = optional(block, "signature", str, where, default="")
-                thought += required(block, "thinking", str, where) or hidden.unseal(signature)
+                thought += required(block, "thinking", str, where) or hidden.unseal(signature, intake)
             case "redacted_thinking":
-                thought += hidden.unseal(optional(block, "data", str, where, default=""))
+                thought += hidden.unseal(optional(block, "data", str, where, default=""), intake)
             case "tool_use":
                 calls.append(_call(block, where))
             case kind:
-                raise _unknown(kind, where)
+                intake.leave_out(kind)
     message: Json = {"role": "assistant", "content": said or None if calls else said}
     if thought:
         message["reasoning"] = thought
@@ -193,17 +204,17 @@ def _call(block: Json, where: str) -> Json:
     return {"id": required(block, "id", str, where), "type": "function", "function": function}
 
 
-def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
+def _user(blocks: list[tuple[Json, str]], intake: Intake) -> list[Json]:
     """Results of tools are messages of their own, in the order in which they were given."""
     messages: list[Json] = []
     parts: list[Json] = []
     for block, where in blocks:
         if required(block, "type", str, where) == "tool_result":
             messages += _said(parts)
-            result, parts = _result(block, where)
+            result, parts = _result(block, where, intake)
             messages.append(result)
         else:
-            parts.append(_part(block, where))
+            parts.append(_part(block, where, intake))
     return messages + _said(parts) if messages or parts else [{"role": "user", "content": ""}]
 
 
@@ -215,36 +226,36 @@ def _said(parts: list[Json]) -> list[Json]:
     return [{"role": "user", "content": parts}]
 
 
-def _result(block: Json, where: str) -> tuple[Json, list[Json]]:
+def _result(block: Json, where: str, intake: Intake) -> tuple[Json, list[Json]]:
     """The message of a tool's result, and the images in it, which only a user's message can have."""
     content = optional(block, "content", (str, list), where, default="")
     optional(block, "is_error", bool, where)
     images: list[Json] = []
     if isinstance(content, list):
         place = path(where, "content")
-        parts = [_part(part, path(place, index)) for index, part in enumerate(objects(content, place))]
+        parts = [_part(part, path(place, index), intake) for index, part in enumerate(objects(content, place))]
         images = [part for part in parts if part["type"] != "text"]
         content = "\n".join(part["text"] for part in parts if part["type"] == "text")
     identity = required(block, "tool_use_id", str, where)
     return {"role": "tool", "tool_call_id": identity, "content": content}, images
 
 
-def _part(block: Json, where: str) -> Json:
-    match required(block, "type", str, where):
-        case "text":
-            return {"type": "text", "text": required(block, "text", str, where)}
-        case "image":
-            return {"type": "image_url", "image_url": {"url": _image(block, where)}}
-        case "document":
-            source = required(block, "source", dict, where)
-            if source.get("type") != "text":
-                raise Invalid("only documents of plain text are offered here", where)
-            return {"type": "text", "text": demand(source.get("data"), str, path(where, "source.data"))}
-        case kind:
-            raise _unknown(kind, where)
+def _part(block: Json, where: str, intake: Intake) -> Json:
+    """A part of a user's message, or a word on it where the model cannot be shown it: no agent could take it back."""
+    kind = required(block, "type", str, where)
+    if kind == "text":
+        return {"type": "text", "text": required(block, "text", str, where)}
+    if kind == "image" and (url := _image(block, where)):
+        return {"type": "image_url", "image_url": {"url": url}}
+    text = _document(block, where) if kind == "document" else None
+    if kind == "search_result":
+        text = _texts(required(block, "content", list, where), path(where, "content"))
+    name = [block[key] for key in ("title", "tool_name") if isinstance(block.get(key), str)]
+    return {"type": "text", "text": intake.note(kind, *name[:1]) if text is None else text}
 
 
 def _image(block: Json, where: str) -> str:
+    """An image's address; empty where only Anthropic has it."""
     source, where = required(block, "source", dict, where), path(where, "source")
     match source.get("type"):
         case "url":
@@ -252,8 +263,22 @@ def _image(block: Json, where: str) -> str:
         case "base64":
             kind, data = required(source, "media_type", str, where), required(source, "data", str, where)
             return f"data:{kind};base64,{data}"
-    raise Invalid("must be base64 or url", path(where, "type"))
+    return ""
 
 
-def _unknown(kind: str, where: str) -> Invalid:
-    return Invalid(f"blocks of type {kind[:80]} are not offered here", where)
+def _document(block: Json, where: str) -> str | None:
+    """The text of a document; None where it is none."""
+    source, where = required(block, "source", dict, where), path(where, "source")
+    match source.get("type"):
+        case "text":
+            return required(source, "data", str, where)
+        case "content":
+            content = required(source, "content", (str, list), where)
+            return content if isinstance(content, str) else _texts(content, path(where, "content"))
+    return None
+
+
+def _texts(blocks: list[Any], where: str) -> str:
+    """What is text among blocks."""
+    found = [(block, path(where, i)) for i, block in enumerate(objects(blocks, where)) if block.get("type") == "text"]
+    return "\n".join(required(block, "text", str, place) for block, place in found)

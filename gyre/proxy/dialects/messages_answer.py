@@ -9,6 +9,7 @@ import msgspec
 from gyre.proxy.dialects import errors, hidden
 from gyre.proxy.dialects.calls import Event, choice_of, counts_of, reasoning_of
 from gyre.proxy.dialects.errors import ApiError, Json
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.messages import BROKEN, thinking_is, to_chat
 
 
@@ -46,8 +47,8 @@ def _message(given: Json, content: list[Json], usage: Json) -> Json:
 class MessageCall:
     """One request for a message."""
 
-    def __init__(self, body: Json, max_context: int) -> None:
-        self.chat = to_chat(body, max_context)
+    def __init__(self, body: Json, max_context: int, intake: Intake | None = None) -> None:
+        self.chat = to_chat(body, max_context, intake)
         self.stream = bool(self.chat.get("stream"))
         self.completion = False
         self.last = b""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import Invalid, Json
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, required
 from gyre.proxy.dialects.responses_store import Store
+from gyre.proxy.dialects.responses_tools import chat_name, custom_arguments, tools_of
 
 #: Options that need what no engine here has, refused where they ask for something.
 _REFUSED = ("background", "conversation", "prompt", "moderation")
@@ -15,7 +17,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 MAX_TOP_LOGPROBS = 20
 
 
-def to_chat(body: Json, max_context: int, store: Store) -> tuple[Json, list[Json]]:
+def to_chat(body: Json, max_context: int, store: Store, intake: Intake | None = None) -> tuple[Json, list[Json]]:
     """The chat completion that a request stands for, and those of its messages that are new in the conversation.
 
     Raises:
@@ -24,17 +26,18 @@ def to_chat(body: Json, max_context: int, store: Store) -> tuple[Json, list[Json
     for key in _REFUSED:
         if body.get(key):
             raise Invalid("is not offered here", key)
-    new = _input(body, store)
+    intake = intake or Intake()
+    new = _input(body, store, intake)
     before: list[Json] = []
     if (previous := optional(body, "previous_response_id", str)) is not None:
-        before = store.conversation(previous)
+        before = store.conversation(previous, intake)
     messages = [*before, *new]
     if not messages:
         raise Invalid("is missing", "input")
     if instructions := optional(body, "instructions", str, default=""):
         messages.insert(0, {"role": "system", "content": instructions})
     chat: Json = {"model": optional(body, "model", str, default=""), "messages": joined(messages)}
-    return chat | _options(body, max_context) | _tools(body) | _format(body), new
+    return chat | _options(body, max_context) | tools_of(body, intake) | _format(body), new
 
 
 def _options(body: Json, max_context: int) -> Json:
@@ -88,78 +91,38 @@ def _format(body: Json) -> Json:
     raise Invalid("must be text, json_object or json_schema", "text.format.type")
 
 
-# -- tools -------------------------------------------------------------------------------------------------------------
-def _tools(body: Json) -> Json:
-    given = objects(optional(body, "tools", list, default=[]), "tools")
-    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
-    choice = optional(body, "tool_choice", (str, dict))
-    parallel = optional(body, "parallel_tool_calls", bool)
-    optional(body, "max_tool_calls", int)
-    chat: Json = {"tools": tools} if tools else {}
-    if choice is not None and (tools or choice not in ("auto", "none")):
-        chat["tool_choice"] = _choice(choice, {tool["function"]["name"] for tool in tools})
-    if tools and parallel is not None:
-        chat["parallel_tool_calls"] = parallel
-    return chat
-
-
-def _choice(choice: Any, names: set[str]) -> Any:
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise Invalid("must be auto, none, required or a function", "tool_choice")
-        if not names:
-            raise Invalid("there are no tools to use", "tool_choice")
-        return choice
-    if choice.get("type") != "function":
-        raise Invalid("only functions can be chosen here", "tool_choice.type")
-    if (name := required(choice, "name", str, "tool_choice")) not in names:
-        raise Invalid("names a function that is not among tools", "tool_choice.name")
-    return {"type": "function", "function": {"name": name}}
-
-
-def _tool(tool: Json, where: str) -> Json:
-    kind = required(tool, "type", str, where)
-    if kind != "function":
-        raise Invalid(f"the built-in tool {kind[:80]} is not offered here; tools are functions of the client", where)
-    function = {"name": required(tool, "name", str, where)}
-    for key, kinds in (("description", str), ("parameters", dict)):
-        if (value := optional(tool, key, kinds, where)) is not None:
-            function[key] = value
-    if optional(tool, "strict", bool, where):
-        function["strict"] = True
-    return {"type": "function", "function": function}
-
-
 # -- items -------------------------------------------------------------------------------------------------------------
-def _input(body: Json, store: Store) -> list[Json]:
+def _input(body: Json, store: Store, intake: Intake) -> list[Json]:
     given = optional(body, "input", (str, list), default=[])
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
     for index, item in enumerate(objects(given, "input")):
-        messages += _item(item, f"input.{index}", store)
+        messages += _item(item, f"input.{index}", store, intake)
     return messages
 
 
-def _item(item: Json, where: str, store: Store) -> list[Json]:
+def _item(item: Json, where: str, store: Store, intake: Intake) -> list[Json]:
     match optional(item, "type", str, where, default="message"):
         case "message":
-            return _message(item, where)
-        case "function_call":
+            return _message(item, where, intake)
+        case "function_call" | "custom_tool_call" | "local_shell_call":
             return [{"role": "assistant", "content": None, "tool_calls": [_call(item, where)]}]
-        case "function_call_output":
-            return _output(item, where)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            return _output(item, where, intake)
         case "reasoning":
-            thought = _thought(item, where)
+            thought = _thought(item, where, intake)
             return [{"role": "assistant", "content": None, "reasoning": thought}] if thought else []
         case "item_reference":
             known = store.item(required(item, "id", str, where))
-            return [] if known is None else _item(known, where, store)
-        case kind:
-            raise Invalid(f"items of type {kind[:80]} are not offered here", where)
+            intake.charge(known)
+            return _item(known, where, store, intake)
+        case kind:  # of a model's own, or for one: an agent that keeps it could never ask again if it were refused
+            intake.leave_out(kind)
+            return []
 
 
-def _message(item: Json, where: str) -> list[Json]:
+def _message(item: Json, where: str, intake: Intake) -> list[Json]:
     role = required(item, "role", str, where)
     if role not in _ROLES:
         raise Invalid(f"must be one of {', '.join(_ROLES)}", path(where, "role"))
@@ -167,80 +130,92 @@ def _message(item: Json, where: str) -> list[Json]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     place = path(where, "content")
-    parts = [_part(part, path(place, index)) for index, part in enumerate(objects(content, place))]
+    parts = [_part(part, path(place, index), intake) for index, part in enumerate(objects(content, place))]
     if all(part["type"] == "text" for part in parts):
         glue = "" if role == "assistant" else "\n"
         return [{"role": role, "content": glue.join(part["text"] for part in parts)}]
     return [{"role": role, "content": parts}]
 
 
-def _part(part: Json, where: str) -> Json:
+def _part(part: Json, where: str, intake: Intake) -> Json:
     match required(part, "type", str, where):
         case "input_text" | "output_text" | "text":
             return {"type": "text", "text": required(part, "text", str, where)}
         case "refusal":
             return {"type": "text", "text": required(part, "refusal", str, where)}
-        case "input_image":
+        case "input_image" if part.get("image_url") is not None:
             return {"type": "image_url", "image_url": {"url": required(part, "image_url", str, where)}}
         case kind:
-            raise Invalid(f"content of type {kind[:80]} is not offered here", where)
+            name = part["filename"] if isinstance(part.get("filename"), str) else ""
+            return {"type": "text", "text": intake.note(kind, name)}
 
 
 def _call(item: Json, where: str) -> Json:
-    function = {"name": required(item, "name", str, where)}
-    function["arguments"] = optional(item, "arguments", str, where, default="{}")
-    return {"id": required(item, "call_id", str, where), "type": "function", "function": function}
+    if item.get("type") == "local_shell_call":
+        arguments = msgspec.json.encode(required(item, "action", dict, where)).decode()
+        function = {"name": "local_shell", "arguments": arguments}
+    else:
+        function = {"name": chat_name(item, where)}
+        if item.get("type") == "custom_tool_call":
+            function["arguments"] = custom_arguments(required(item, "input", str, where))
+        else:
+            function["arguments"] = optional(item, "arguments", str, where, default="{}")
+    identity = optional(item, "call_id", str, where) or required(item, "id", str, where)
+    return {"id": identity, "type": "function", "function": function}
 
 
-def _output(item: Json, where: str) -> list[Json]:
+def _output(item: Json, where: str, intake: Intake) -> list[Json]:
     output, images = required(item, "output", (str, list), where), []
     if isinstance(output, list):
         place = path(where, "output")
-        parts = [_part(part, path(place, index)) for index, part in enumerate(objects(output, place))]
+        parts = [_part(part, path(place, index), intake) for index, part in enumerate(objects(output, place))]
         images = [part for part in parts if part["type"] != "text"]
         output = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    result = {"role": "tool", "tool_call_id": required(item, "call_id", str, where), "content": output}
+    identity = optional(item, "call_id", str, where) or required(item, "id", str, where)
+    result = {"role": "tool", "tool_call_id": identity, "content": output}
     return [result, *([{"role": "user", "content": images}] if images else [])]
 
 
-def _thought(item: Json, where: str) -> str:
+def _thought(item: Json, where: str, intake: Intake) -> str:
     for key in ("content", "summary"):
         place = path(where, key)
         parts = objects(optional(item, key, list, where, default=[]), place)
         texts = [demand(part.get("text"), str, path(path(place, i), "text")) for i, part in enumerate(parts)]
         if text := "".join(texts):
             return text
-    return hidden.unseal(optional(item, "encrypted_content", str, where, default=""))
+    return hidden.unseal(optional(item, "encrypted_content", str, where, default=""), intake)
 
 
 def joined(messages: list[Json]) -> list[Json]:
     """Messages with what one turn of the assistant was made of, reasoning, text and calls, in one message."""
-    found: list[Json] = []
+    turns: list[list[Json]] = []
+    begun = False  # the newest turn has more than reasoning
     for message in messages:
-        last = found[-1] if found else {}
-        if message["role"] == "assistant" == last.get("role") and _mergeable(last, message):
-            found[-1] = _merged(last, message)
+        if turns and _goes_on(turns[-1][-1], begun, message):
+            turns[-1].append(message)
         else:
-            found.append(message)
-    return [_complete(message) for message in found]
+            turns.append([message])
+            begun = False
+        begun = begun or message["content"] is not None or "tool_calls" in message
+    return [_merged(turn) for turn in turns]
 
 
-def _complete(message: Json) -> Json:
-    silent = message["content"] is None and "tool_calls" not in message
-    return {**message, "content": ""} if silent else message
-
-
-def _mergeable(first: Json, second: Json) -> bool:
+def _goes_on(last: Json, begun: bool, message: Json) -> bool:
     """Two texts, or reasoning after what followed it, are two turns."""
-    texts = isinstance(first["content"], str | None) and isinstance(second["content"], str | None)
-    began = first["content"] is not None or "tool_calls" in first
-    return texts and not (began and (second["content"] is not None or "reasoning" in second))
+    texts = isinstance(last["content"], str | None) and isinstance(message["content"], str | None)
+    again = begun and (message["content"] is not None or "reasoning" in message)
+    return message["role"] == "assistant" == last["role"] and texts and not again
 
 
-def _merged(first: Json, second: Json) -> Json:
-    both = {**first, **{key: value for key, value in second.items() if value is not None}}
-    if "tool_calls" in first and "tool_calls" in second:
-        both["tool_calls"] = [*first["tool_calls"], *second["tool_calls"]]
-    if "reasoning" in first and "reasoning" in second:
-        both["reasoning"] = first["reasoning"] + second["reasoning"]
-    return both
+def _merged(turn: list[Json]) -> Json:
+    """All at once: joined one after the other, many small ones would take hours."""
+    message: Json = {"role": turn[0]["role"], "content": None}
+    for one in turn:
+        message |= {key: value for key, value in one.items() if value is not None}
+    if thoughts := [one["reasoning"] for one in turn if "reasoning" in one]:
+        message["reasoning"] = "".join(thoughts)
+    if calls := [call for one in turn for call in one.get("tool_calls", ())]:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

@@ -11,18 +11,22 @@ from typing import Any
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.calls import Event, choice_of, counts_of, reasoning_of
 from gyre.proxy.dialects.errors import ApiError, Json
+from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import optional
 from gyre.proxy.dialects.responses import to_chat, wants, wants_logprobs
 from gyre.proxy.dialects.responses_store import Store
+from gyre.proxy.dialects.responses_tools import called, chat_name, custom_arguments, custom_input
 
-_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+_CALLS = ("function_call", "custom_tool_call")
 
 
 class ResponseCall:
     """One request for a response; the answer is kept in the execution's `store` unless the client says otherwise."""
 
-    def __init__(self, body: Json, max_context: int, store: Store) -> None:
-        self.chat, self._new = to_chat(body, max_context, store)
+    def __init__(self, body: Json, max_context: int, store: Store, intake: Intake | None = None) -> None:
+        self.chat, self._new = to_chat(body, max_context, store, intake)
+        self._called = called(body)
         self.stream = bool(self.chat.get("stream"))
         self.completion = False
         self.last = b""
@@ -35,6 +39,7 @@ class ResponseCall:
         self._output: list[Json] = []
         self._open: Json | None = None  # the item that is not finished
         self._tool = -1  # the tool call that it is
+        self._arguments = ""  # of a call of a custom tool
         self._entries: list[Json] = []  # log-probabilities of its text
         self._finish: str | None = None
         self._counts = (0, 0)
@@ -100,7 +105,7 @@ class ResponseCall:
         return str(given.get("id")).removeprefix("chatcmpl-")
 
     def _begin(self, kind: str, **words: Any) -> list[Event]:
-        if self._open is not None and self._open["type"] == kind != "function_call":
+        if self._open is not None and self._open["type"] == kind and kind not in _CALLS:
             return []
         found = self._close("completed")
         assert self._head is not None
@@ -128,12 +133,18 @@ class ResponseCall:
     def _call(self, call: Json) -> list[Event]:
         function, index = call.get("function") or {}, call.get("index", 0)
         found: list[Event] = []
-        if self._open is None or self._open["type"] != "function_call" or index != self._tool:
-            self._tool = index
-            words = {"call_id": call.get("id") or f"call_{index}", "name": function.get("name") or "", "arguments": ""}
-            found += self._close("completed") + self._begin("function_call", **words)
+        if self._open is None or self._open["type"] not in _CALLS or index != self._tool:
+            name = function.get("name") or ""
+            words = self._called.get(name) or {"type": "function_call", "name": name}
+            words = {"call_id": call.get("id") or f"call_{index}", **words}
+            kind = words.pop("type")
+            found += self._begin(kind, **words, **({"arguments": ""} if kind == "function_call" else {"input": ""}))
+            self._tool, self._arguments = index, ""
         assert self._open is not None
-        if arguments := function.get("arguments"):
+        arguments = function.get("arguments")
+        if arguments and self._open["type"] == "custom_tool_call":
+            self._arguments += arguments
+        elif arguments:
             self._open["arguments"] += arguments
             kind = "response.function_call_arguments.delta"
             found.append(self._item(kind, item_id=self._open["id"], delta=arguments))
@@ -146,6 +157,11 @@ class ResponseCall:
         if item["type"] == "function_call":
             words = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             found.append(self._item("response.function_call_arguments.done", **words))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(self._arguments)
+            kind, words = "response.custom_tool_call_input", {"item_id": item["id"]}
+            found.append(self._item(f"{kind}.delta", delta=item["input"], **words))
+            found.append(self._item(f"{kind}.done", input=item["input"], **words))
         elif item["content"]:
             kind, text = item["content"][0]["type"], item["content"][0]["text"]
             part = self._part(kind, text, self._entries)
@@ -165,13 +181,12 @@ class ResponseCall:
         """The answer as the next prompt has it."""
         texts = [item["content"][0]["text"] for item in self._output if item["type"] == "message"]
         thoughts = [item["content"][0]["text"] for item in self._output if item["type"] == "reasoning"]
-        calls = [item for item in self._output if item["type"] == "function_call"]
+        calls = [item for item in self._output if item["type"] in _CALLS]
         message: Json = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
         if thoughts:
             message["reasoning"] = "".join(thoughts)
         if calls:
-            names = ("name", "arguments")
-            functions = [{name: item[name] for name in names} for item in calls]
+            functions = [{"name": chat_name(item, ""), "arguments": _arguments(item)} for item in calls]
             pairs = zip(calls, functions, strict=True)
             message["tool_calls"] = [{"id": i["call_id"], "type": "function", "function": f} for i, f in pairs]
         return message
@@ -221,3 +236,8 @@ class ResponseCall:
             "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
             "truncation": "disabled",
         }
+
+
+def _arguments(item: Json) -> str:
+    """Those of a call, as the next prompt has them."""
+    return item["arguments"] if item["type"] == "function_call" else custom_arguments(item["input"])

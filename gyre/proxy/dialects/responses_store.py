@@ -6,12 +6,13 @@ A response keeps what it added to its conversation, and the one before it; a con
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from gyre.proxy.dialects.errors import ApiError, Invalid, Json
+from gyre.proxy.dialects.intake import Intake
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 16 << 20
@@ -24,7 +25,8 @@ class Kept:
     response: Json
     messages: list[Json]
     input: list[Json]
-    size: int = field(default=0)
+    size: int = 0  # in bytes, of all of it
+    weight: int = 0  # of the messages
 
 
 class Store:
@@ -32,7 +34,8 @@ class Store:
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._items: dict[str, Json] = {}
+        self._answered: dict[str, Json] = {}  # items by id; no client's input takes the place of one
+        self._given: dict[str, list[Json]] = {}  # the same of inputs, the newest last: many come again and again
         self._most = most
         self._most_bytes = most_bytes
         self._bytes = 0
@@ -42,9 +45,12 @@ class Store:
         items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else list(given or ())
         items = [{"id": f"item_{response['id']}_{i}", **item} for i, item in enumerate(items)]
         kept = Kept(response, messages, items)
-        kept.size = len(msgspec.json.encode([response, messages, items]))
+        kept.weight = len(msgspec.json.encode(messages))
+        kept.size = len(msgspec.json.encode([response, items])) + kept.weight
         self._kept[response["id"]] = kept
-        self._items |= {item["id"]: item for item in [*items, *response["output"]] if isinstance(item.get("id"), str)}
+        for item in _named(items):
+            self._given.setdefault(item["id"], []).append(item)
+        self._answered |= {item["id"]: item for item in _named(response["output"])}
         self._bytes += kept.size
         while len(self._kept) > self._most or (self._bytes > self._most_bytes and self._kept):
             self._drop(next(iter(self._kept)))
@@ -57,20 +63,23 @@ class Store:
         self._kept.move_to_end(identity)
         return kept
 
-    def item(self, identity: str) -> Json | None:
-        """An item of a response that is kept."""
-        found = self._items.get(identity)
-        if found is None:
+    def item(self, identity: str) -> Json:
+        """An item of a response that is kept: what was answered under this id, or was given last."""
+        item = self._answered.get(identity) or (self._given.get(identity) or [None])[-1]
+        if item is None:
             raise Invalid(f"Item with id '{identity[:100]}' not found.", code="item_not_found")
-        return found if found.get("type") != "item_reference" else None
+        return item
 
     def delete(self, identity: str) -> None:
         """Forget a response. Raises ApiError where it is not kept."""
         self.get(identity)
         self._drop(identity)
 
-    def conversation(self, identity: str) -> list[Json]:
-        """The messages up to a response, its answer included. Raises Invalid where a part of them is not kept."""
+    def conversation(self, identity: str, intake: Intake) -> list[Json]:
+        """The messages up to a response, its answer included, charged to `intake`.
+
+        Raises Invalid where a part of them is not kept.
+        """
         chain: list[list[Json]] = []
         at: str | None = identity
         while at is not None:
@@ -80,6 +89,7 @@ class Store:
                 error.param = where
                 raise error
             self._kept.move_to_end(at)
+            intake.grow(kept.weight)
             chain.append(kept.messages)
             at = kept.response.get("previous_response_id")
         return [message for messages in reversed(chain) for message in messages]
@@ -87,5 +97,15 @@ class Store:
     def _drop(self, identity: str) -> None:
         kept = self._kept.pop(identity)
         self._bytes -= kept.size
-        for item in [*kept.input, *kept.response["output"]]:
-            self._items.pop(item.get("id"), None)
+        for item in _named(kept.response["output"]):
+            if self._answered.get(item["id"]) is item:
+                del self._answered[item["id"]]
+        gone = {id(item) for item in kept.input}
+        for name in {item["id"] for item in _named(kept.input)}:
+            if others := [item for item in self._given.pop(name) if id(item) not in gone]:
+                self._given[name] = others
+
+
+def _named(items: list[Json]) -> list[Json]:
+    """Those that can be referred to."""
+    return [item for item in items if isinstance(item.get("id"), str) and item.get("type") != "item_reference"]

@@ -1,0 +1,154 @@
+"""Tools of a response: those that a chat completion has, under what names, and how their calls are told. Pure.
+
+Chat completions know functions alone. A custom tool, which takes a text, becomes a function with one string; functions
+of a namespace carry it in their names; tools that only OpenAI runs, or only its models know, are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gyre.proxy.dialects.errors import Invalid, Json
+from gyre.proxy.dialects.intake import Intake
+from gyre.proxy.dialects.reading import objects, optional, path, required
+
+_INPUT = "input"
+_PARAMETERS = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string", "description": "The whole text that the tool is given"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+
+
+def tools_of(body: Json, intake: Intake) -> Json:
+    """What a chat completion is to be told of a request's tools.
+
+    Raises:
+        Invalid: they, or the choice among them, make no sense.
+    """
+    given = objects(optional(body, "tools", list, default=[]), "tools")
+    tools = [
+        _tool(tool, where, space) for tool, where, space in _flat(given, "tools") if not _is_theirs(tool, where, intake)
+    ]
+    choice = optional(body, "tool_choice", (str, dict))
+    parallel = optional(body, "parallel_tool_calls", bool)
+    optional(body, "max_tool_calls", int)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice)
+    chat: Json = {"tools": tools} if tools else {}
+    if choice is not None and (made := _choice(choice, tools, given)) is not None:
+        chat["tool_choice"] = made
+    if tools and parallel is not None:
+        chat["parallel_tool_calls"] = parallel
+    return chat
+
+
+def _flat(tools: list[Json], where: str) -> list[tuple[Json, str, str]]:
+    """Tools, where they stand, and their namespaces."""
+    found = []
+    for index, tool in enumerate(tools):
+        place = path(where, index)
+        if required(tool, "type", str, place) == "namespace":
+            space, inner = required(tool, "name", str, place), path(place, "tools")
+            inside = objects(required(tool, "tools", list, place), inner)
+            found += [(one, path(inner, i), space) for i, one in enumerate(inside)]
+        else:
+            found.append((tool, place, ""))
+    return found
+
+
+def _is_theirs(tool: Json, where: str, intake: Intake) -> bool:
+    """Whether a tool is one that no model here could use; it is noted."""
+    kind = required(tool, "type", str, where)
+    if kind in ("function", "custom"):
+        return False
+    intake.leave_out(kind)
+    return True
+
+
+def _tool(tool: Json, where: str, space: str) -> Json:
+    function = {"name": _joined(space, required(tool, "name", str, where))}
+    if (description := optional(tool, "description", str, where)) is not None:
+        function["description"] = description
+    if tool["type"] == "custom":
+        form = optional(tool, "format", dict, where, default={})
+        if grammar := optional(form, "definition", str, path(where, "format")):
+            syntax = optional(form, "syntax", str, path(where, "format"), default="following")
+            words = f"The text has to follow this {syntax} grammar:\n{grammar}"
+            function["description"] = f"{description}\n\n{words}" if description else words
+        return {"type": "function", "function": {**function, "parameters": _PARAMETERS}}
+    if (parameters := optional(tool, "parameters", dict, where)) is not None:
+        function["parameters"] = parameters
+    if optional(tool, "strict", bool, where):
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _allowed(tools: list[Json], choice: Json) -> tuple[list[Json], str]:
+    """The tools that may be used of those that there are, and whether one has to be."""
+    mode = optional(choice, "mode", str, "tool_choice", default="auto")
+    if mode not in ("auto", "required"):
+        raise Invalid("must be auto or required", "tool_choice.mode")
+    where, names = "tool_choice.tools", set()
+    for index, one in enumerate(objects(required(choice, "tools", list, "tool_choice"), where)):
+        if one.get("type") in ("function", "custom"):
+            names.add(chat_name(one, path(where, index)))
+    allowed = [tool for tool in tools if tool["function"]["name"] in names]
+    return allowed, mode if allowed else "auto"
+
+
+def _choice(choice: Any, tools: list[Json], given: list[Json]) -> Any:
+    """The choice as a chat completion has it; None for none, which is how it is without tools."""
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise Invalid("must be auto, none, required or a function", "tool_choice")
+        if choice == "required" and not given:
+            raise Invalid("there are no tools to use", "tool_choice")
+        return choice if tools else None
+    kind = required(choice, "type", str, "tool_choice")
+    if kind not in ("function", "custom"):
+        if kind not in [tool["type"] for tool in given]:
+            raise Invalid("is none of a tool that is among tools", "tool_choice.type")
+        return None  # it was left out
+    if (name := chat_name(choice, "tool_choice")) not in {tool["function"]["name"] for tool in tools}:
+        raise Invalid("names a function that is not among tools", "tool_choice.name")
+    return {"type": "function", "function": {"name": name}}
+
+
+# -- names and calls ---------------------------------------------------------------------------------------------------
+def _joined(space: str, name: str) -> str:
+    return f"{space}{'' if space.endswith('__') else '__'}{name}" if space else name
+
+
+def chat_name(item: Json, where: str) -> str:
+    """The name under which a chat completion has the tool of a call or a choice."""
+    return _joined(optional(item, "namespace", str, where, default=""), required(item, "name", str, where))
+
+
+def called(body: Json) -> dict[str, Json]:
+    """The first words of the item for a call of each tool of a request that was read, by its name in the chat."""
+    found = {}
+    for tool, _, space in _flat(body.get("tools") or [], "tools"):
+        if tool["type"] in ("function", "custom"):
+            kind = "function_call" if tool["type"] == "function" else "custom_tool_call"
+            words = {"type": kind, "name": tool["name"], **({"namespace": space} if space else {})}
+            found[_joined(space, tool["name"])] = words
+    return found
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a function that stands for a custom tool."""
+    return msgspec.json.encode({_INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool is given; arguments of another shape are the text themselves."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return arguments
+    found = value.get(_INPUT) if isinstance(value, dict) else value
+    return found if isinstance(found, str) else arguments
