@@ -203,7 +203,7 @@ def test_the_same_answers_again_are_forgotten_like_others(calls, nodes):
         ids = array("i", [*prompt, said])
         node = history.add(0, ids, 1, near, None, found.asked, answer(str(said), reasoning=reasoning), (2, "d"))
         again = history.find({}, [user(str(question)), assistant(answer(str(said), reasoning=reasoning)), user("on")])
-        assert again.node is node, "the newest one"
+        assert again.node is node or node.serial not in history._nodes, "the newest one, if it is held"
         assert len(history) <= nodes and sum(history._asked.values()) == len(history)
         held = {node.serial for alike in history._steps.values() for node in alike.values()}
         assert held <= history._nodes.keys()
