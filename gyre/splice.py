@@ -31,11 +31,20 @@ Decode = Callable[[list[int]], str]
 _MERGED = 4
 
 
-def _little(ids: array[int]) -> bytes:
+def little(values: array[Any]) -> bytes:
+    """An array's little-endian bytes."""
     if sys.byteorder == "big":
-        ids = array("i", ids)
-        ids.byteswap()
-    return ids.tobytes()
+        values = array(values.typecode, values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def from_little(kind: str, data: bytes) -> array[Any]:
+    """The array of `little`; `kind` is its type code. Raises ValueError where the bytes are no whole numbers."""
+    values = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 def _ids(ids: Sequence[int]) -> array[int]:
@@ -44,12 +53,12 @@ def _ids(ids: Sequence[int]) -> array[int]:
 
 def digest(ids: Sequence[int]) -> str:
     """32 hexadecimal digits that identify a sequence of token ids."""
-    return hashlib.blake2b(_little(_ids(ids)), digest_size=16).hexdigest()
+    return hashlib.blake2b(little(_ids(ids)), digest_size=16).hexdigest()
 
 
 def pack(ids: Sequence[int]) -> str:
     """Token ids as text for JSON."""
-    return base64.b64encode(_little(_ids(ids))).decode()
+    return base64.b64encode(little(_ids(ids))).decode()
 
 
 def unpack(text: Any) -> array[int]:
@@ -59,9 +68,7 @@ def unpack(text: Any) -> array[int]:
     data = base64.b64decode(text, validate=True)
     if len(data) % 4:
         raise ValueError("token ids must be whole 32-bit numbers")
-    ids = array("i", data)
-    if sys.byteorder == "big":
-        ids.byteswap()
+    ids = from_little("i", data)
     if ids and min(ids) < 0:
         raise ValueError("token ids must not be negative")
     return ids

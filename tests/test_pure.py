@@ -28,6 +28,7 @@ MUST_BE_PURE = {
     "gyre.launch.plan",
     "gyre.launch.script",
     "gyre.proxy.chat",
+    "gyre.proxy.encoding",
     "gyre.proxy.history",
     "gyre.proxy.routing",
     "gyre.proxy.sound",

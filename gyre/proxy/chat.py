@@ -307,8 +307,3 @@ def leg(request: Request, progress: Progress) -> Json:
     if progress.handoff is not None:
         body["kv_transfer_params"] = {ARGUMENT: progress.handoff}
     return body
-
-
-def error(message: str, kind: str, code: str | None = None) -> Json:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

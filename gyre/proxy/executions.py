@@ -42,8 +42,9 @@ class Counts:
     restarted: int = 0  # with at least one token thrown away
     lost: int = 0  # no complete answer although the client was still there
     abandoned: int = 0  # the client left, or the execution closed
+    calls: int = 0  # recorded
     tokens: int = 0  # sampled and recorded
-    masked: int = 0  # of these, not to be trained on
+    masked: dict[str, int] = field(default_factory=dict)  # of these, not to be trained on, by reason
     spliced: int = 0  # requests whose prompt went on from the recorded tokens of an earlier one
     drifted: int = 0  # of these, where encoding the messages anew would have given other tokens
     drift_tokens: int = 0  # how many
@@ -104,6 +105,9 @@ class Execution:
 
         `known` is the node that its prompt follows on, `place` where it was answered. `asked` is the chain of the
         messages that `message` answers; without them no later request can follow on this one.
+
+        Raises:
+            OSError: it could not be written.
         """
         node, shared = near = self.history.nearest(record.prompt, known)
         call = self._recorder.append(record, node.call if node else -1, shared)
@@ -114,12 +118,14 @@ class Execution:
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("execution %d: its history is begun anew: %s\n%s", self.number, type(error).__name__, where)
             self.history = History()
-        self.counts.tokens += len(record.sampled)
-        if not record.trainable:
-            self.counts.masked += len(record.sampled)
+        counts, sampled = self.counts, len(record.sampled)
+        counts.calls += 1
+        counts.tokens += sampled
+        if not record.trainable and sampled:
+            counts.masked[record.masked] = counts.masked.get(record.masked, 0) + sampled
         for span in record.spans:
-            oldest = self.counts.oldest_version
-            self.counts.oldest_version = span.policy if oldest < 0 else min(oldest, span.policy)
+            oldest = counts.oldest_version
+            counts.oldest_version = span.policy if oldest < 0 else min(oldest, span.policy)
 
     async def close(self) -> None:
         """Refuse further requests, cancel those that run, and put the records on the disk."""

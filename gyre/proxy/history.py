@@ -13,7 +13,6 @@ that builds on them.
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gyre.proxy.encoding import encode
 from gyre.splice import History as Known
 
 Json = dict[str, Any]
@@ -117,7 +117,7 @@ class History:
 
     def find(self, rendering: Json, messages: list[Any]) -> Found:
         """Recognise the messages of a request; `rendering` has the options that change what they are rendered to."""
-        chain = _hash(b"", _encode(rendering))
+        chain = _hash(b"", encode(rendering, ordered=True))
         known: dict[int, Node] = {}
         changed = False
         for index, message in enumerate(messages):
@@ -239,13 +239,13 @@ def shared_length(a: array[int], b: array[int]) -> int:
 def canonical(message: Any) -> bytes:
     """What of a message makes it the same one, however a client formats it; reasoning and ids aside."""
     if not isinstance(message, dict):
-        return _encode(message)
+        return encode(message, ordered=True)
     text, media = _content(message.get("content"))
     calls = message.get("tool_calls")
     calls = [_call(call) for call in calls] if isinstance(calls, list) else calls or []
     if legacy := message.get("function_call"):
         calls = [*calls, _call({"function": legacy})]
-    return _encode([message.get("role"), message.get("name"), text, media, calls])
+    return encode([message.get("role"), message.get("name"), text, media, calls], ordered=True)
 
 
 def _content(content: Any) -> tuple[str, list[str]]:
@@ -258,7 +258,7 @@ def _content(content: Any) -> tuple[str, list[str]]:
         if isinstance(text, str):
             texts.append(text)
         else:
-            media.append(hashlib.blake2b(_encode(part), digest_size=16).hexdigest())
+            media.append(hashlib.blake2b(encode(part, ordered=True), digest_size=16).hexdigest())
     return "\n".join(texts).strip(), media
 
 
@@ -288,13 +288,6 @@ def _reasoning(message: Json) -> str | None:
     """The reasoning of an answer, where it has any."""
     given = message.get("reasoning") or message.get("reasoning_content")
     return given if isinstance(given, str) else None
-
-
-def _encode(value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value, order="sorted")
-    except (TypeError, ValueError, OverflowError, RecursionError):  # half of a character, or numbers beyond 64 bits
-        return json.dumps(value, sort_keys=True, default=str).encode()
 
 
 def _hash(chain: bytes, data: bytes) -> bytes:

@@ -11,15 +11,16 @@ A conversation repeats its history in every prompt, so a prompt is stored as the
 sequence (prompt and answer) of one of the calls before it, and the tail after them. Which call that is, whoever writes
 has to know (`gyre.proxy.history`): a recorder holds nothing of what it wrote.
 
-Standard library only: the proxy, which writes, and the feeder, which reads, both start sooner for it.
+A call that cannot be written whole (a full disk) leaves nothing behind; where even that fails, so does `close`, and the
+try with it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
-import sys
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from gyre.proxy.encoding import encode
+from gyre.splice import from_little, little
 
 _FRAME = struct.Struct("<III")
 
@@ -70,27 +72,6 @@ class CallRecord:
                 yield span.policy
 
 
-def _little(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values = array(values.typecode, values)
-        values.byteswap()
-    return values.tobytes()
-
-
-def _from_little(kind: str, data: bytes) -> array[Any]:
-    values = array(kind, data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def _encoded(header: dict[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(header)
-    except (ValueError, OverflowError):  # half of a character, or a number beyond 64 bits, in what a client asked
-        return json.dumps(header, separators=(",", ":")).encode()
-
-
 _ARRAYS = ("prompt", "sampled", "logprobs")
 _PLAIN = [f.name for f in fields(CallRecord) if f.name not in (*_ARRAYS, "spans")]
 
@@ -99,33 +80,58 @@ class Recorder:
     """Appends the calls of one try to its file."""
 
     def __init__(self, path: Path | str) -> None:
-        self._file = open(path, "wb")
+        self._file = open(path, "wb", buffering=0)
         self._calls = 0
+        self._end = 0  # of the last whole frame
+        self._torn = False  # there is half a frame after it
 
     def append(self, record: CallRecord, base: int = -1, shared: int = 0) -> int:
         """Write one call and return its number; it survives this process now, and a power cut once `close` returns.
 
         Its prompt begins with the first `shared` ids of prompt and answer of call number `base`.
+
+        Raises:
+            OSError: it could not be written, and is not in the file.
         """
+        if self._torn:
+            raise OSError(errno.EIO, "an earlier call is half written")
         header = {name: getattr(record, name) for name in _PLAIN} | {"spans": [vars(span) for span in record.spans]}
         header |= {"base": base if shared else -1, "shared": shared}
         header |= {"tail": len(record.prompt) - shared, "count": len(record.sampled)}
-        head = _encoded(header)
-        payload = _little(record.prompt[shared:]) + _little(record.sampled) + _little(record.logprobs)
+        head = encode(header)
+        payload = little(record.prompt[shared:]) + little(record.sampled) + little(record.logprobs)
         frame = _FRAME.pack(len(head), len(payload), zlib.crc32(payload, zlib.crc32(head)))
-        self._file.write(frame + head + payload)
-        self._file.flush()
+        self._write(frame + head + payload)
         self._calls += 1
         return self._calls - 1
 
+    def _write(self, frame: bytes) -> None:
+        left = memoryview(frame)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            try:
+                self._file.seek(self._end)
+                self._file.truncate()
+            except OSError:
+                self._torn = True
+            raise
+        self._end += len(frame)
+
     def close(self, durable: bool = True) -> None:
-        """Flush to the disk and close; doing it twice is harmless."""
+        """Flush to the disk and close; doing it twice is harmless.
+
+        Raises:
+            OSError: the records are not on the disk, or end in half of one.
+        """
         if self._file.closed:
             return
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            if durable:
+                os.fsync(self._file.fileno())
+        if self._torn:
+            raise OSError(errno.EIO, "the records end in a call that is half written")
 
 
 def _frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -140,17 +146,28 @@ def _frames(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         at = end
 
 
-def read_records(path: Path | str) -> list[CallRecord]:
-    """The calls of one try, oldest first; none where there is no file."""
+def read_records(path: Path | str, calls: int | None = None) -> list[CallRecord]:
+    """The calls of one try, oldest first; none where there is no file.
+
+    Raises:
+        ValueError: they are not as many as `calls`, which a closed execution's outcome names.
+    """
+    records = _read(Path(path))
+    if calls is not None and len(records) != calls:
+        raise ValueError(f"{path} has {len(records)} whole calls where {calls} were recorded")
+    return records
+
+
+def _read(path: Path) -> list[CallRecord]:
     try:
-        data = Path(path).read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return []
     names = {f.name for f in fields(CallRecord)}
     records: list[CallRecord] = []
     for header, payload in _frames(data):
         tail, count = header["tail"], header["count"]
-        prompt = _from_little("i", payload[: 4 * tail])
+        prompt = from_little("i", payload[: 4 * tail])
         if header["base"] >= 0:
             earlier = records[header["base"]]
             prompt = (earlier.prompt + earlier.sampled)[: header["shared"]] + prompt
@@ -158,7 +175,7 @@ def read_records(path: Path | str) -> list[CallRecord]:
             "spans": [Span(**span) for span in header["spans"]],
             "rendered": tuple(header["rendered"]),
         }
-        sampled = _from_little("i", payload[4 * tail : 4 * (tail + count)])
-        logprobs = _from_little("f", payload[4 * (tail + count) : 4 * (tail + 2 * count)])
+        sampled = from_little("i", payload[4 * tail : 4 * (tail + count)])
+        logprobs = from_little("f", payload[4 * (tail + count) : 4 * (tail + 2 * count)])
         records.append(CallRecord(prompt=prompt, sampled=sampled, logprobs=logprobs, **known))
     return records

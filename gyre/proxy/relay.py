@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 import uuid
@@ -25,13 +24,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from gyre.proxy import answer, chat, sound
 from gyre.proxy.admission import Entry
 from gyre.proxy.answer import Choice, Differs
 from gyre.proxy.chat import Json, Request
 from gyre.proxy.connections import Connections
+from gyre.proxy.dialects.errors import ApiError, openai
+from gyre.proxy.encoding import encode
 from gyre.proxy.executions import UNANSWERED, Execution, Switchboard
 from gyre.proxy.history import Found, Place
 from gyre.proxy.recorder import CallRecord, Span
@@ -59,13 +58,6 @@ class Settings:
     request_timeout: float = 1800.0
     model: str = "policy"
     slots: int = UNANSWERED  # requests that an engine is sent before it has begun to answer them
-
-
-def _encoded(body: Json) -> bytes:
-    try:
-        return msgspec.json.encode(body)
-    except (ValueError, OverflowError, TypeError):  # half of a character, or a number beyond 64 bits
-        return json.dumps(body).encode()
 
 
 class Relay:
@@ -173,7 +165,7 @@ class Relay:
 
     def _failed(self) -> Refused:
         log.error("execution %d: %s", self._execution.number, self.fault)
-        return Refused(502, json.dumps(chat.error(self.fault, "server_error", "engine_failed")).encode())
+        return Refused(502, encode(openai(ApiError(502, self.fault, code="engine_failed"))))
 
     @property
     def _whole(self) -> bool:
@@ -220,7 +212,7 @@ class Relay:
 
     async def _leg(self, route: Route, entry: Entry) -> None:
         """One engine's part; returns when the answer is whole or raises what ended it."""
-        body = _encoded(chat.leg(self._request, self._progress(route)))
+        body = encode(chat.leg(self._request, self._progress(route)))
         spans = [Span(route.engine, route.epoch, route.policy) for _ in self._choices]
         hold = contextlib.ExitStack()
         parked = asyncio.get_running_loop().call_later(
@@ -387,4 +379,10 @@ class Relay:
                 rendered=note.rendered,
             )
             answered = (self._found.asked, choice.message) if complete else (b"", None)
-            self._execution.record(record, self._found.node, self._place, *answered)
+            try:
+                self._execution.record(record, self._found.node, self._place, *answered)
+            except OSError as error:
+                self.fault = f"the record of a call could not be written: {error.strerror}"
+                if complete:  # an answer without its record is none
+                    raise self._failed() from error
+                log.error("execution %d: %s", self._execution.number, self.fault)

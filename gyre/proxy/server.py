@@ -91,10 +91,12 @@ class Proxy:
     async def _remove(self, entry: Execution) -> None:
         if self._service is not None:
             self._service.dismiss(entry)
-        await entry.close()
-        if self._executions.get(entry.number) is entry:
-            del self._executions[entry.number]
-            self._board.table.forget(entry.number)
+        try:
+            await entry.close()
+        finally:
+            if self._executions.get(entry.number) is entry:
+                del self._executions[entry.number]
+                self._board.table.forget(entry.number)
 
     async def stop(self) -> None:
         """Stop listening and let go of everything."""

@@ -25,7 +25,7 @@ def samples(run_dir: RunDir, n: int) -> list[Sample]:
     group = outcome.get("group")
     if group is None:
         group = (read_json(run_dir.spec(n)) or {}).get("group", -1)
-    return from_records(read_records(run_dir.execution(n) / outcome["records"]), n, group)
+    return from_records(read_records(run_dir.execution(n) / outcome["records"], outcome.get("calls")), n, group)
 
 
 def from_records(records: list[CallRecord], n: int, group: int) -> list[Sample]:

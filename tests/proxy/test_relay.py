@@ -41,7 +41,7 @@ def test_plain_answer_and_its_record(tmp_path):
             assert sent["temperature"] == 1.0 and sent["top_p"] == 1.0 and sent["top_k"] == 0 and "model" not in sent
             counts = await it.proxy.close(1, 1)
         assert (counts["requests"], counts["lost"], counts["rerouted"], counts["continued"]) == (1, 0, 0, 0)
-        assert counts["tokens"] == len(TOKENS) and counts["oldest_version"] == 3 and counts["masked"] == 0
+        assert counts["tokens"] == len(TOKENS) and counts["oldest_version"] == 3 and counts["masked"] == {}
         (record,) = it.records()
         check_record(record)
         assert record.trainable and record.sampling["temperature"] == 1.0 and record.finish_reason == "stop"
@@ -347,7 +347,7 @@ def test_greedy_and_truncated_tokens_are_recorded_but_masked(tmp_path, sampling)
         async with stand(tmp_path, FakeEngine(0)) as it:
             await it.ask({**ASK, **sampling})
             counts = await it.proxy.close(1, 1)
-        assert counts["masked"] == counts["tokens"] == len(TOKENS)
+        assert sum(counts["masked"].values()) == counts["tokens"] == len(TOKENS)
         assert not it.records()[0].trainable
 
     run(scenario())

@@ -30,7 +30,11 @@ def test_a_conversation_over_two_versions(tmp_path):
     recorder.append(record([1, 2, 3], [4, 5], [Span(0, 1, 3, 1), Span(2, 1, 4, 1)], temperature=0.5))
     recorder.append(record([1, 2, 3, 4, 5, 6], [7]))
     recorder.close()
-    run_dir.outcome(4).write_text(json.dumps({"records": "2/records.bin", "group": 9}))
+    for calls in (1, 3):
+        run_dir.outcome(4).write_text(json.dumps({"records": "2/records.bin", "group": 9, "calls": calls}))
+        with pytest.raises(ValueError, match="2 whole calls"):
+            samples(run_dir, 4)
+    run_dir.outcome(4).write_text(json.dumps({"records": "2/records.bin", "group": 9, "calls": 2}))
     (sample,) = samples(run_dir, 4)
     assert (sample.execution, sample.group) == (4, 9)
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
