@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 from tests.proxy.told_engine import call
 
 TOOL = {"name": "run", "description": "runs", "input_schema": {"type": "object", "properties": {"cmd": {}}}}
-FUNCTION = {"type": "function", "name": "run", "parameters": {"type": "object"}, "strict": None}
+FUNCTION: dict[str, Any] = {"type": "function", "name": "run", "parameters": {"type": "object"}, "strict": None}
+SPACES = [
+    {"type": "namespace", "name": "n", "tools": [FUNCTION]},
+    {"type": "tool_search", "execution": "client", "parameters": {}},
+]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts
 nothing_special = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6
 )
+RESULT = [
+    {"type": "document", "title": "t", "source": {"type": "content", "content": [{"type": "text", "text": "t"}]}},
+    {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "t"}]},
+    {"type": "tool_reference", "tool_name": "t"},
+]
 TEMPLATES = [
     {
         **{"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"]},
@@ -31,7 +40,7 @@ TEMPLATES = [
                     {"type": "tool_use", "id": "i", "name": "run", "input": {}},
                 ],
             },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": [{"type": "text"}]}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": RESULT}]},
         ],
     },
     {
@@ -45,6 +54,19 @@ TEMPLATES = [
             {"type": "function_call", "call_id": "c", "name": "run", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "t"}]},
             {"type": "item_reference", "id": "i"},
+        ],
+    },
+    {
+        **{"model": "m", "tools": [{"type": "custom", "name": "put", "format": {"definition": "d"}}, *SPACES]},
+        **{"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "put"}]}},
+        "input": [
+            {"type": "additional_tools", "tools": [FUNCTION]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "put", "namespace": "n", "input": "t"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_file", "filename": "f"}]},
+            {"type": "local_shell_call", "call_id": "c", "action": {}},
+            {"type": "tool_search_call", "call_id": "c", "arguments": {}},
+            {"type": "tool_search_output", "call_id": "c", "tools": SPACES},
+            {"type": "message", "role": "user", "content": "x"},
         ],
     },
     {

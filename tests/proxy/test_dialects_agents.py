@@ -132,6 +132,28 @@ def test_calls_of_custom_tools_come_back_as_such_and_can_be_given_back():
         assert messages == wanted
 
 
+FIND = {"type": "tool_search", "execution": "client", "description": "finds", "parameters": {"type": "object"}}
+
+
+def test_tools_that_come_with_the_input_are_told_and_called():
+    found = {"type": "tool_search_output", "call_id": "t", "execution": "client", "tools": [SPACE]}
+    asked = {"type": "tool_search_call", "call_id": "t", "execution": "client", "arguments": {"query": "files"}}
+    given = [{"type": "additional_tools", "role": "developer", "tools": [PATCH, FUNCTION]}, *HI, asked, found]
+    body = {"input": given, "tools": [FIND, FUNCTION, {"type": "tool_search", "execution": "server"}]}
+    made = ResponseCall(body, 100, Store())
+    assert sorted(names(made.chat)) == ["apply_patch", "mcp__files__put", "mcp__files__run", "run", "tool_search"]
+    assert made.chat["messages"] == [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call("tool_search", '{"query":"files"}', "t")]},
+        {"role": "tool", "tool_call_id": "t", "content": "found: mcp__files__run, mcp__files__put"},
+    ]
+    said = {"tool_calls": [call("tool_search", {"query": "x"}), call("mcp__files__run", "{}", "c2")]}
+    choice = {"message": said, "finish_reason": "tool_calls"}
+    output = made.answer({"id": "chatcmpl-1", "model": "m", "choices": [choice]})["output"]
+    assert (output[0]["type"], output[0]["arguments"]) == ("tool_search_call", {"query": "x"})
+    assert (output[1]["namespace"], output[1]["name"]) == ("mcp__files", "run")
+
+
 # -- what cannot be shown ----------------------------------------------------------------------------------------------
 def test_what_a_message_cannot_show_is_a_word_on_it():
     intake = Intake()

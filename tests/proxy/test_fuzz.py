@@ -24,6 +24,7 @@ from tests.proxy.stand import stand
 from tests.proxy.told_engine import ToldEngine, call
 
 PATHS = ["/v1/messages", "/v1/responses", "/v1/chat/completions", "/v1/completions", "/v1/messages/count_tokens"]
+OWN_PATHS = [PATHS[0], PATHS[1], PATHS[1], PATHS[2]]
 SAID = {"reasoning": "hm", "content": "text", "tool_calls": [call("run", {"cmd": "ls"})]}
 HEAD = {"id": "chatcmpl-1", "created": 1, "model": "m"}
 FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -35,7 +36,7 @@ def test_any_body_is_understood_or_refused(drawn):
     which, body = drawn
     makers = [
         lambda: MessageCall(body, 100),
-        lambda: ResponseCall(body, 100, Store()),
+        *[lambda: ResponseCall(body, 100, Store())] * 2,
         lambda: OpenAiCall(body),
     ]
     try:
@@ -47,7 +48,7 @@ def test_any_body_is_understood_or_refused(drawn):
         assert isinstance(one["role"], str) and isinstance(one.get("content"), str | list | None)
         for made in one.get("tool_calls") or ():
             assert isinstance(made["function"]["name"], str) and isinstance(made["function"]["arguments"], str)
-    if which == 1:
+    if which in (1, 2):
         made = ResponseCall(body, 100, Store())
         made.answer({**HEAD, "choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]})
 
@@ -138,7 +139,7 @@ def demand_correct(path: str, status: int, kind: str, data: bytes) -> None:
 def test_bodies_of_the_wrong_shape(running, quiet, drawn, path, stream):
     which, body = drawn
     if path in PATHS[:3]:
-        path = PATHS[which]
+        path = OWN_PATHS[which]
     if stream is not None:
         body = {**body, "stream": stream}
     demand_correct(path, *running.post(path, json.dumps(body).encode("utf-8", "surrogatepass")))

@@ -9,7 +9,7 @@ from gyre.proxy.dialects.errors import Invalid, Json
 from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, required
 from gyre.proxy.dialects.responses_store import Store
-from gyre.proxy.dialects.responses_tools import chat_name, custom_arguments, tools_of
+from gyre.proxy.dialects.responses_tools import SEARCH, chat_name, custom_arguments, searched, tools_of
 
 #: Options that need what no engine here has, refused where they ask for something.
 _REFUSED = ("background", "conversation", "prompt", "moderation")
@@ -106,10 +106,15 @@ def _item(item: Json, where: str, store: Store, intake: Intake) -> list[Json]:
     match optional(item, "type", str, where, default="message"):
         case "message":
             return _message(item, where, intake)
-        case "function_call" | "custom_tool_call" | "local_shell_call":
-            return [{"role": "assistant", "content": None, "tool_calls": [_call(item, where)]}]
+        case "function_call" | "custom_tool_call" | "local_shell_call" | "tool_search_call":
+            return [{"role": "assistant", "content": None, "tool_calls": [call_of(item, where)]}]
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             return _output(item, where, intake)
+        case "tool_search_output":
+            identity = optional(item, "call_id", str, where, default="")
+            return [{"role": "tool", "tool_call_id": identity, "content": searched(item, where)}]
+        case "additional_tools":  # they are told as all are
+            return []
         case "reasoning":
             thought = _thought(item, where, intake)
             return [{"role": "assistant", "content": None, "reasoning": thought}] if thought else []
@@ -150,10 +155,13 @@ def _part(part: Json, where: str, intake: Intake) -> Json:
             return {"type": "text", "text": intake.note(kind, name)}
 
 
-def _call(item: Json, where: str) -> Json:
+def call_of(item: Json, where: str = "") -> Json:
+    """An item that is a call, as messages have it."""
     if item.get("type") == "local_shell_call":
         arguments = msgspec.json.encode(required(item, "action", dict, where)).decode()
         function = {"name": "local_shell", "arguments": arguments}
+    elif item.get("type") == "tool_search_call":
+        function = {"name": SEARCH, "arguments": msgspec.json.encode(item.get("arguments") or {}).decode()}
     else:
         function = {"name": chat_name(item, where)}
         if item.get("type") == "custom_tool_call":

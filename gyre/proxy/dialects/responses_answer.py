@@ -13,12 +13,18 @@ from gyre.proxy.dialects.calls import Event, choice_of, counts_of, reasoning_of
 from gyre.proxy.dialects.errors import ApiError, Json
 from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import optional
-from gyre.proxy.dialects.responses import to_chat, wants, wants_logprobs
+from gyre.proxy.dialects.responses import call_of, to_chat, wants, wants_logprobs
 from gyre.proxy.dialects.responses_store import Store
-from gyre.proxy.dialects.responses_tools import called, chat_name, custom_arguments, custom_input
+from gyre.proxy.dialects.responses_tools import called, custom_input, search_words
 
-_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
-_CALLS = ("function_call", "custom_tool_call")
+_CALLS = {"function_call": "fc", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
+_KINDS = {"reasoning": "rs", "message": "msg", **_CALLS}
+#: What a call has before the model has said it.
+_EMPTY: Json = {
+    "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
+    "tool_search_call": {"arguments": {}},
+}
 
 
 class ResponseCall:
@@ -39,7 +45,7 @@ class ResponseCall:
         self._output: list[Json] = []
         self._open: Json | None = None  # the item that is not finished
         self._tool = -1  # the tool call that it is
-        self._arguments = ""  # of a call of a custom tool
+        self._arguments = ""  # of a call that is told when it is whole
         self._entries: list[Json] = []  # log-probabilities of its text
         self._finish: str | None = None
         self._counts = (0, 0)
@@ -138,11 +144,11 @@ class ResponseCall:
             words = self._called.get(name) or {"type": "function_call", "name": name}
             words = {"call_id": call.get("id") or f"call_{index}", **words}
             kind = words.pop("type")
-            found += self._begin(kind, **words, **({"arguments": ""} if kind == "function_call" else {"input": ""}))
+            found += self._begin(kind, **words, **_EMPTY[kind])
             self._tool, self._arguments = index, ""
         assert self._open is not None
         arguments = function.get("arguments")
-        if arguments and self._open["type"] == "custom_tool_call":
+        if arguments and self._open["type"] != "function_call":
             self._arguments += arguments
         elif arguments:
             self._open["arguments"] += arguments
@@ -162,6 +168,8 @@ class ResponseCall:
             kind, words = "response.custom_tool_call_input", {"item_id": item["id"]}
             found.append(self._item(f"{kind}.delta", delta=item["input"], **words))
             found.append(self._item(f"{kind}.done", input=item["input"], **words))
+        elif item["type"] == "tool_search_call":
+            item["arguments"] = search_words(self._arguments)
         elif item["content"]:
             kind, text = item["content"][0]["type"], item["content"][0]["text"]
             part = self._part(kind, text, self._entries)
@@ -186,9 +194,7 @@ class ResponseCall:
         if thoughts:
             message["reasoning"] = "".join(thoughts)
         if calls:
-            functions = [{"name": chat_name(item, ""), "arguments": _arguments(item)} for item in calls]
-            pairs = zip(calls, functions, strict=True)
-            message["tool_calls"] = [{"id": i["call_id"], "type": "function", "function": f} for i, f in pairs]
+            message["tool_calls"] = [call_of(item) for item in calls]
         return message
 
     # -- words -------------------------------------------------------------------------------------------------------
@@ -236,8 +242,3 @@ class ResponseCall:
             "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
             "truncation": "disabled",
         }
-
-
-def _arguments(item: Json) -> str:
-    """Those of a call, as the next prompt has them."""
-    return item["arguments"] if item["type"] == "function_call" else custom_arguments(item["input"])

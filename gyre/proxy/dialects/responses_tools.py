@@ -1,7 +1,8 @@
 """Tools of a response: those that a chat completion has, under what names, and how their calls are told. Pure.
 
 Chat completions know functions alone. A custom tool, which takes a text, becomes a function with one string; functions
-of a namespace carry it in their names; tools that only OpenAI runs, or only its models know, are left out.
+of a namespace carry it in their names; a client's search for tools is a function too; tools that only OpenAI runs, or
+only its models know, are left out. Some tools come as items of the input: those found by a search, or all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from gyre.proxy.dialects.errors import Invalid, Json
 from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import objects, optional, path, required
 
+#: Items of the input that bring tools.
+BRINGING = ("additional_tools", "tool_search_output")
+SEARCH = "tool_search"
 _INPUT = "input"
+#: A tool, where it stands, and its namespace.
+_Placed = tuple[Json, str, str]
 _PARAMETERS = {
     "type": "object",
     "properties": {_INPUT: {"type": "string", "description": "The whole text that the tool is given"}},
@@ -29,10 +35,13 @@ def tools_of(body: Json, intake: Intake) -> Json:
     Raises:
         Invalid: they, or the choice among them, make no sense.
     """
-    given = objects(optional(body, "tools", list, default=[]), "tools")
-    tools = [
-        _tool(tool, where, space) for tool, where, space in _flat(given, "tools") if not _is_theirs(tool, where, intake)
-    ]
+    given = _given(body)
+    tools = []
+    for tool, where, space in given:
+        if _is_ours(tool):
+            tools.append(_tool(tool, where, space))
+        else:
+            intake.leave_out(tool["type"])
     choice = optional(body, "tool_choice", (str, dict))
     parallel = optional(body, "parallel_tool_calls", bool)
     optional(body, "max_tool_calls", int)
@@ -46,31 +55,40 @@ def tools_of(body: Json, intake: Intake) -> Json:
     return chat
 
 
-def _flat(tools: list[Json], where: str) -> list[tuple[Json, str, str]]:
-    """Tools, where they stand, and their namespaces."""
+def _given(body: Json) -> list[_Placed]:
+    """All tools that there are, each once."""
+    found = _flat(objects(optional(body, "tools", list, default=[]), "tools"), "tools")
+    given = body.get("input")
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        if item.get("type") in BRINGING:
+            where = f"input.{index}.tools"
+            found += _flat(objects(optional(item, "tools", list, where[:-6], default=[]), where), where)
+    once = {(tool["type"], space, str(tool.get("name"))): (tool, where, space) for tool, where, space in found[::-1]}
+    return list(once.values())[::-1]
+
+
+def _flat(tools: list[Json], where: str) -> list[_Placed]:
     found = []
     for index, tool in enumerate(tools):
         place = path(where, index)
         if required(tool, "type", str, place) == "namespace":
             space, inner = required(tool, "name", str, place), path(place, "tools")
             inside = objects(required(tool, "tools", list, place), inner)
-            found += [(one, path(inner, i), space) for i, one in enumerate(inside)]
+            for i, one in enumerate(inside):
+                required(one, "type", str, path(inner, i))
+                found.append((one, path(inner, i), space))
         else:
             found.append((tool, place, ""))
     return found
 
 
-def _is_theirs(tool: Json, where: str, intake: Intake) -> bool:
-    """Whether a tool is one that no model here could use; it is noted."""
-    kind = required(tool, "type", str, where)
-    if kind in ("function", "custom"):
-        return False
-    intake.leave_out(kind)
-    return True
+def _is_ours(tool: Json) -> bool:
+    """Whether a tool is one that any model could use."""
+    return tool["type"] in ("function", "custom") or (tool["type"] == SEARCH and tool.get("execution") == "client")
 
 
 def _tool(tool: Json, where: str, space: str) -> Json:
-    function = {"name": _joined(space, required(tool, "name", str, where))}
+    function = {"name": SEARCH if tool["type"] == SEARCH else _joined(space, required(tool, "name", str, where))}
     if (description := optional(tool, "description", str, where)) is not None:
         function["description"] = description
     if tool["type"] == "custom":
@@ -100,7 +118,7 @@ def _allowed(tools: list[Json], choice: Json) -> tuple[list[Json], str]:
     return allowed, mode if allowed else "auto"
 
 
-def _choice(choice: Any, tools: list[Json], given: list[Json]) -> Any:
+def _choice(choice: Any, tools: list[Json], given: list[_Placed]) -> Any:
     """The choice as a chat completion has it; None for none, which is how it is without tools."""
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
@@ -110,7 +128,7 @@ def _choice(choice: Any, tools: list[Json], given: list[Json]) -> Any:
         return choice if tools else None
     kind = required(choice, "type", str, "tool_choice")
     if kind not in ("function", "custom"):
-        if kind not in [tool["type"] for tool in given]:
+        if kind not in [tool["type"] for tool, _, _ in given]:
             raise Invalid("is none of a tool that is among tools", "tool_choice.type")
         return None  # it was left out
     if (name := chat_name(choice, "tool_choice")) not in {tool["function"]["name"] for tool in tools}:
@@ -131,8 +149,10 @@ def chat_name(item: Json, where: str) -> str:
 def called(body: Json) -> dict[str, Json]:
     """The first words of the item for a call of each tool of a request that was read, by its name in the chat."""
     found = {}
-    for tool, _, space in _flat(body.get("tools") or [], "tools"):
-        if tool["type"] in ("function", "custom"):
+    for tool, _, space in _given(body):
+        if tool["type"] == SEARCH:
+            found[SEARCH] = {"type": "tool_search_call", "execution": "client"}
+        elif _is_ours(tool):
             kind = "function_call" if tool["type"] == "function" else "custom_tool_call"
             words = {"type": kind, "name": tool["name"], **({"namespace": space} if space else {})}
             found[_joined(space, tool["name"])] = words
@@ -152,3 +172,18 @@ def custom_input(arguments: str) -> str:
         return arguments
     found = value.get(_INPUT) if isinstance(value, dict) else value
     return found if isinstance(found, str) else arguments
+
+
+def searched(item: Json, where: str) -> str:
+    """What a search for tools found, as a text; the tools themselves are told as all are."""
+    found = _flat(objects(optional(item, "tools", list, where, default=[]), path(where, "tools")), path(where, "tools"))
+    names = [_joined(space, tool["name"]) for tool, _, space in found if isinstance(tool.get("name"), str)]
+    return f"found: {', '.join(names)}" if names else "nothing was found"
+
+
+def search_words(arguments: str) -> Any:
+    """The arguments of a search, which are an object where the model wrote one."""
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return {"query": arguments}
