@@ -108,6 +108,7 @@ class ExecutionClosed(Event):
     drifted: int = 0  # of these, where encoding the messages anew would have given other tokens
     drift_tokens: int = 0  # how many
     forked: int = 0  # requests that follow on a known one and did not go on from its tokens
+    masked: dict[str, int] = field(default_factory=dict)  # tokens that are not to be trained on, by reason
 
 
 def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
@@ -127,6 +128,7 @@ def closed_event(outcome: dict[str, Any]) -> ExecutionClosed:
         lost=outcome.get("lost", 0),
         reason=outcome.get("reason", ""),
         **{key: outcome.get(key, 0) for key in ("restarted", "spliced", "drifted", "drift_tokens", "forked")},
+        masked=outcome.get("masked", {}),
     )
 
 

@@ -86,6 +86,7 @@ class RunMetrics:
         self.by_outcome: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.tokens = 0
+        self.masked: Counter[str] = Counter()  # of these, not to be trained on, by reason
         self.top_ups = 0
         self.dropped_groups: Counter[str] = Counter()
         self.short_batches: dict[int, int] = {}  # groups that were missing, by batch
@@ -220,6 +221,7 @@ class RunMetrics:
         self.closed.add(event["n"])
         self.by_outcome[event["outcome"]] += 1
         self.tokens += event.get("tokens", 0)
+        self.masked.update(event.get("masked", {}))
         self.requests["total"] += event.get("requests", 0)
         for key in (*_REQUESTS[1:], *_CONVERSATIONS):
             self.requests[key] += event.get(key, 0)
@@ -326,6 +328,7 @@ class RunMetrics:
             "closed_short": len(self.short_batches),
             "groups_dropped": dict(sorted(self.dropped_groups.items())),
             "tokens": self.tokens,
+            "masked": dict(sorted(self.masked.items())),
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,
             "trained_tokens": int(self.usage("trained_tokens")),
             "gpu_busy_fraction": _rounded(self.busy_fraction),

@@ -121,6 +121,8 @@ def _totals(summary: dict[str, Any]) -> Table:
     if line := _conversations(summary["conversations"]):
         grid.add_row("conversations", line)
     grid.add_row("tokens", f"{summary['tokens']:,} sampled, {summary['tokens_per_second']:.1f} a second")
+    if line := _masked(summary["masked"], summary["tokens"]):
+        grid.add_row("masked", line)
     grid.add_row("moves", _moves(summary["moves"]))
     if busy is not None:
         started = "" if after is None else f" ({after:.0%} once everything had started)"
@@ -141,6 +143,20 @@ def _conversations(counts: dict[str, int]) -> str:
     if drifted := counts["drifted"]:
         line += f", where {drifted / spliced:.0%} would have been encoded otherwise ({counts['drift_tokens']:,} tokens)"
     return line + (f"; {forked} forked ({forked / (spliced + forked):.0%})" if forked else "")
+
+
+def _masked(masked: dict[str, int], tokens: int) -> Text | None:
+    """How many tokens are not to be trained on, and why; None where none are. A warning where it is most of them."""
+    if not (total := sum(masked.values())):
+        return None
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(masked.items(), key=lambda item: -item[1]))
+    text = Text(f"{total:,} tokens ({total / tokens:.0%}) not to be trained on: {reasons}")
+    if 2 * total > tokens:
+        text.append(
+            "\nMost tokens teach nothing: ask for temperature 1, no top-p, penalties or grammars (docs/your-agent.md).",
+            "bold yellow",
+        )
+    return text
 
 
 def _moves(moves: list[dict[str, Any]]) -> str:

@@ -49,6 +49,23 @@ def test_summary_of_a_whole_run() -> None:
     json.dumps(summary)
 
 
+@pytest.mark.parametrize("greedy, warns", [(10, False), (0, False), (60, True)])
+def test_masked_tokens_are_told_with_their_reasons(tmp_path: Path, greedy: int, warns: bool) -> None:
+    script = Script()
+    script.start()
+    outcome = {"n": 0, "try": 1, "outcome": "completed", "score": 1.0, "usable": True, "oldest_version": 0}
+    for n, masked in ((0, {"greedy": greedy, "abandoned": 7} if greedy else {}), (1, {"greedy": 3} if greedy else {})):
+        script.say(e.closed_event({**outcome, "n": n, "tokens": 50, "masked": masked}))
+    run = write_run(tmp_path, make_config(), script.events, None)
+    summary = summarise(run)
+    assert summary["masked"] == ({"abandoned": 7, "greedy": greedy + 3} if greedy else {})
+    text = report(run.path, width=200)
+    assert ("Most tokens teach nothing" in text) is warns
+    assert (
+        f"{greedy + 10} tokens ({greedy + 10}%) not to be trained on: {greedy + 3} greedy, 7 abandoned" in text
+    ) is (greedy > 0)
+
+
 def test_executions_counted_from_zero_or_one() -> None:
     for base in (0, 1):
         script = Script()

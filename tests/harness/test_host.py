@@ -53,8 +53,9 @@ assert os.environ["GYRE_EXECUTION"] == "3" and os.getsid(0) == os.getpid()
             outcome = it.outcome(3)
             directory = it.context.run_dir.execution(3)
             assert outcome["attempt"] == 1 and outcome["try"] == 1 and outcome["group"] == 3
-            (record,) = read_records(directory / outcome["records"])
+            (record,) = read_records(directory / outcome["records"], outcome["calls"])
             assert len(record.sampled) == closed.tokens
+            assert closed.masked == outcome["masked"] == ({record.masked: closed.tokens} if record.masked else {})
             assert (directory / "1" / "workspace" / "answer.txt").read_text()
             assert str(directory / "1" / "workspace") in it.log(3)
             await asyncio.sleep(0)  # the news of an end comes one turn of the loop before it stops counting
