@@ -190,12 +190,13 @@ def splice(rendered: Sequence[int], history: History, ends: Container[int], deco
     sampled = known[len(known) - history.answer :]
     ended = bool(sampled) and sampled[-1] in ends
     end = next((index for index, token in enumerate(rest) if token in ends), None)
-    exact = _boundary(rest, lead + decode(list(sampled[:-1] if ended else sampled)), decode)
+    said = decode(list(sampled[:-1] if ended else sampled))
+    exact = _boundary(rest, lead + said, decode)
     if end is None or (exact is not None and exact < end and decode(rest[exact:end]).strip()):
         # No token ends the answer in this template (what ends here is a later turn): only the text itself can tell.
         return None if exact is None else known + array("i", rest[exact:])
     text = decode(rest[:end])
-    if not text.startswith(lead) or not _contains(text[len(lead) :], history.texts):
+    if not text.startswith(lead) or not _contains(text[len(lead) :], history.texts, said):
         return None
     return known + array("i", rest[end + 1 if ended else end :])
 
@@ -230,15 +231,28 @@ def _boundary(ids: list[int], text: str, decode: Decode) -> int | None:
     return None
 
 
-def _contains(text: str, parts: Sequence[str]) -> bool:
-    """Whether `text` has all parts, one after the other; templates may strip them."""
-    at = 0
+def _contains(text: str, parts: Sequence[str], said: str) -> bool:
+    """Whether `text` has all parts, one after the other, and none behind more than what it came behind when `said`.
+
+    Templates may strip parts, and write white space otherwise. What comes behind more is something else that has the
+    same words: those of a short reasoning that was dropped may well be found in the arguments of a call.
+    """
+    at = before = 0
     for part in parts:
-        found = text.find(part.strip(), at)
-        if found < 0:
+        part = part.strip()
+        if (found := text.find(part, at)) < 0:
             return False
-        at = found + len(part.strip())
+        if (original := said.find(part, before)) >= 0:
+            if _solid(text[at:found]) > _solid(said[before:original]):
+                return False
+            before = original + len(part)
+        at = found + len(part)
     return True
+
+
+def _solid(text: str) -> int:
+    """Characters but for white space."""
+    return len("".join(text.split()))
 
 
 def resolve(

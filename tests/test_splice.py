@@ -96,6 +96,23 @@ def test_texts_are_found_one_after_the_other_and_stripped():
     assert splice(render(["a", "aa"]), history, {END}, decode) is not None
 
 
+@pytest.mark.parametrize(
+    "said, texts, again, whole",
+    [
+        ("{b}aa:ab", ("b",), "{ b }aa:ab", True),
+        ("{b}aa:ab", ("b",), "{\n b } aa : ab", True),
+        ("{b}aa:ab", ("b",), "aa:ab", False),  # the reasoning is gone, and its words are a call's
+        ("{b}aa:ab", ("b",), " aa : ab", False),
+        ("{b}a:ab", ("b", "a"), "{b} a : ab", True),
+        ("{b}a:ab", ("b", "a"), "{b} : ab", False),  # the content is gone
+        ("{ab}", ("b", "b"), "{a b } b", True),  # not as it was said: only the order tells
+    ],
+)
+def test_words_that_come_behind_more_than_they_did_are_others(said, texts, again, whole):
+    history = known(["a"], render(["a"]), [*encode(said), END], texts=texts)
+    assert (splice(render(["a", again]), history, {END}, decode) is not None) is whole
+
+
 @pytest.mark.parametrize("rendered", [[], render(["b", "ab", "b"]), render(["a"])[:-1], render(["a"])])
 def test_another_beginning_is_no_history(rendered):
     history = known(["a"], render(["a"]), [*encode("ab"), END], texts=("ab",))
