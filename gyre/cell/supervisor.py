@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,11 @@ from gyre.attempt import RankContext
 from gyre.cell.effort import Effort
 from gyre.cell.engine_client import EngineProcess
 from gyre.cell.machine import Machine, State
-from gyre.cell.settings import device_environment, engine_settings
+from gyre.cell.settings import engine_settings
+from gyre.cell.trainer_client import start_trainer
+from gyre.cell.weights import load_snapshot
 from gyre.child import Child, kill_group
-from gyre.errors import ChildFailed, GyreError, WeightsMismatch
+from gyre.errors import ChildFailed, GyreError, IllegalTransition, WeightsMismatch
 from gyre.events import (
     CellJoined,
     Event,
@@ -39,7 +40,6 @@ from gyre.events import (
     UpdateOpened,
 )
 from gyre.status import RankStatus
-from gyre.training import snapshots
 
 log = logging.getLogger(__name__)
 
@@ -122,30 +122,10 @@ class CellSupervisor:
     async def _start_trainer(self) -> None:
         if self._kind == "standalone":
             return
-        context = self._context
-        environment = {"OMP_NUM_THREADS": str(context.config.train.threads)} | device_environment(context)
-        self._trainer = await Child.spawn(
-            "trainer",
-            [sys.executable, "-m", "gyre.training.trainer"],
-            context.log("trainer"),
-            self._on_trainer_event,
-            environment,
-        )
-        started = await self._trainer.call(
-            "start",
-            timeout=context.config.engine.start_timeout,
-            run_dir=str(context.run_dir.path),
-            attempt=context.attempt,
-            rank=context.rank,
-            incarnation=context.incarnation,
-            store=list(context.store_address),
-            prefix=context.prefix,
-            secret=context.secret,
-            model=str(self._model),
-            address=context.address,
-            scratch=str(context.scratch),
-        )
-        self._checksum = started.get("checksum", "")
+        self._checksum = await start_trainer(self._context, self._model, self._on_trainer_event, self._take_trainer)
+
+    def _take_trainer(self, trainer: Child) -> None:
+        self._trainer = trainer
 
     async def run(self) -> None:
         """Take orders until cancelled; raises `ChildFailed` when the trainer dies: its state cannot be rebuilt here."""
@@ -256,12 +236,17 @@ class CellSupervisor:
             except WeightsMismatch as error:
                 self._enter(State.FAILED, str(error))
                 raise
-            except ChildFailed as error:
-                # A dead child is its watcher's business; whoever waits for this order hears of the failure.
+            except (ChildFailed, IllegalTransition) as error:
+                # A dead child is its watcher's business, who has moved the machine on; whoever waits for this order
+                # hears of the failure.
                 log.error("order failed: %s: %s", order, error)
-                await asyncio.sleep(DEATH_SECONDS)
-                if engine is self._engine and engine.alive:
+                if not await self._lost(engine):
                     raise
+
+    async def _lost(self, engine: EngineProcess) -> bool:
+        """Whether an engine that failed an operation, or is no longer where its order left it, is dead or replaced."""
+        await asyncio.sleep(DEATH_SECONDS)
+        return engine is not self._engine or not engine.alive
 
     async def _obey(self, order: Order) -> None:
         match order["order"]:
@@ -315,23 +300,30 @@ class CellSupervisor:
         self._enter(State.TRAINING, held=await self._held())
 
     async def _hand_off(self) -> None:
-        """Have the engine copy its KV blocks out. What fails costs the others a computation and nothing else."""
+        """Have the engine copy its KV blocks out. What fails costs the others a computation and nothing else.
+
+        Raises:
+            ChildFailed: the engine died meanwhile; then the move is over, and the machine elsewhere.
+        """
         self._enter(State.HANDOFF)
+        engine = self._engine
         try:
             self._status.doing = "copying KV blocks out"
-            answer = await self._engine.export()
+            answer = await engine.export()
             log.info("handed off %(blocks)d KV blocks, %(bytes)d bytes, in %(seconds).3f s", answer)
         except ChildFailed as error:
             log.warning("no KV is handed off: %s", error)
+            if await self._lost(engine) or self._machine.state is not State.HANDOFF:
+                raise
 
     async def _to_rollout(self, version: int, snapshot: int) -> None:
         if self._machine.state is State.ROLLOUT:  # a later order found it there already
             await self._engine.hold()
-            await self._load(snapshot)
+            await load_snapshot(self._context, self._engine, snapshot)
         else:
             await self._restore()
             self._enter(State.SYNCING)
-            await self._load(snapshot)
+            await load_snapshot(self._context, self._engine, snapshot)
             if not self._awake:
                 await self._engine.wake(["kv_cache"])
                 self._awake = True
@@ -355,31 +347,12 @@ class CellSupervisor:
         context = self._context
         self._status.doing = f"loading policy {version}"
         await self._engine.hold()
-        await self._load(snapshot)
+        await load_snapshot(self._context, self._engine, snapshot)
         await self._engine.admit(version)
         self._status.version, self._status.doing = version, "serving"
         self._report(
             RoleReached(context.rank, context.incarnation, self._epoch, State.ROLLOUT.value, 0.0, version, "synced")
         )
-
-    async def _load(self, snapshot: int) -> None:
-        """Load a snapshot into the engine and compare its checksum with the trainer's.
-
-        Raises:
-            WeightsMismatch: the engine holds other weights than were announced.
-        """
-        context = self._context
-        store = context.store
-        pulled = await asyncio.to_thread(
-            snapshots.pull, store.clone(), snapshot, context.scratch, context.secret, context.address
-        )
-        with pulled as local:
-            answer = await self._engine.load(str(local.path), local.checksum, snapshot)
-        if answer["checksum"] != local.checksum:
-            raise WeightsMismatch(
-                f"rank {context.rank}: snapshot {snapshot} has checksum {local.checksum}, the engine holds "
-                f"{answer['checksum']}: the sync was dropped or altered"
-            )
 
     # -- training ----------------------------------------------------------------------------------------------------
     def _on_trainer_event(self, event: dict[str, Any]) -> None:
