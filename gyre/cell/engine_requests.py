@@ -119,10 +119,12 @@ class Engine(AsyncLLM):
         """The same with room for no more tokens than another prompt leaves; vLLM has counted the rendering."""
         self.renderer.validate_token_ids(ids)
         limit = self.model_config.max_model_len
-        if not 0 < len(ids) < limit:
+        if not ids:
+            raise VLLMValidationError("The prompt must not be empty.")
+        if len(ids) >= limit:  # in vLLM's words for a rendering that is too long
             raise VLLMValidationError(
-                f"The prompt (length {len(ids)}) must not be empty, and with the requested output (at least 1 token) "
-                f"be no longer than the maximum model length of {limit}."
+                f"This model's maximum context length is {limit} tokens, one of them the answer's at least. However, "
+                f"your prompt contains {len(ids)} input tokens."
             )
         params = copy.copy(params)
         room = limit - len(ids)

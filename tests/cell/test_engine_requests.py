@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from gyre import models
+from gyre.proxy.dialects import errors
 from gyre.splice import HEADER, Extension, History, PromptNote, digest
 from tests.cell.talking_model import make
 from tests.cell.test_engine import Engine, settings
@@ -305,6 +306,9 @@ def test_a_prompt_that_fills_the_context_is_a_clients_error(talker, length):
     ]
     assert [got.status for got in asked] == [400] * len(asked)
     assert all("maximum" in got.error["message"] or "max_tokens" in got.error["message"] for got in asked)
+    for got in asked[-2:]:
+        error = errors.from_engine(400, got.data)
+        assert (error.code, error.context) == ("context_length_exceeded", (length, CONTEXT)), got.error
 
 
 def test_an_answer_that_fills_the_context_ends_with_its_length(talker):
