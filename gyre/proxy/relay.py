@@ -156,7 +156,7 @@ class Relay:
             # Of a request that one engine has begun to answer, another finds no fault that a client could mend.
             if error.status >= 500 or not self._accepted or self._legs == 1:
                 raise error
-            error = Broken(f"refused with {error.status}: {error.body[:200]!r}")
+            error = Broken(f"refused with {error.status} ({error.kind})")
         log.info("execution %d: engine %d: %s", self._execution.number, route.engine, str(error) or "left")
         if isinstance(error, TimeoutError) or (isinstance(error, Broken) and not error.reached):
             return False

@@ -149,6 +149,11 @@ def _logprobs(given: _Logprobs | Json | None) -> tuple[list[float], list[Any]]:
         raise Unsound(f"log-probabilities of another shape: {type(error).__name__}: {error}") from error
 
 
+def _number(value: Any) -> Any:
+    """Fit for a log, in which no word of an engine belongs."""
+    return value if value is None or isinstance(value, float) else type(value).__name__
+
+
 def fault(piece: Piece, prompt: bool, begun: bool, known: int = 0) -> str:
     """Why a piece cannot be recorded, or nothing.
 
@@ -164,7 +169,7 @@ def fault(piece: Piece, prompt: bool, begun: bool, known: int = 0) -> str:
         finite = False
     if not finite:
         # Its logits were no numbers: nothing can be trained on this.
-        return f"log-probabilities that are no numbers: {values[:8]}"
+        return f"log-probabilities that are no numbers: {[_number(value) for value in values[:8]]}"
     if tokens and not prompt:
         return "tokens without the ids of their prompt"
     if not tokens and not begun and any(value for key, value in piece.delta.items() if key != "role"):

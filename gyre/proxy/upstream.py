@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from gyre.proxy.sound import Event
 
 _MAX_EVENT = 32 << 20
 _MAX_ERROR = 1 << 20
+_KIND = re.compile(r"[\w.-]{1,60}", re.ASCII)
 
 
 class Moved(Exception):
@@ -37,6 +39,21 @@ class Refused(Exception):
         super().__init__(f"refused with {status}")
         self.status = status
         self.body = body
+
+    @property
+    def kind(self) -> str:
+        """What kind of error the engine called it."""
+        return _kind(self.body)
+
+
+def _kind(body: bytes) -> str:
+    """An engine's name for an error, fit for a log. Its message may quote what a client sent, and is never logged."""
+    try:
+        error = json.loads(body)
+        kind = (error.get("error") or error).get("type")
+    except (ValueError, AttributeError, RecursionError):
+        kind = None
+    return kind if isinstance(kind, str) and _KIND.fullmatch(kind) else "no type"
 
 
 def headers(secret: str, execution: int, route: Route) -> dict[str, str]:
@@ -72,18 +89,14 @@ async def post(
 
 def _raise_for(status: int, body: bytes) -> NoReturn:
     """Raise what an engine's answer other than 200 means to a request."""
-    if status == 409:
-        try:
-            kind = json.loads(body)["error"]["type"]
-        except (ValueError, KeyError, TypeError):
-            kind = ""
-        if kind == "gyre_moved":
-            raise Moved("refused")
-        if kind == "gyre_execution_closed":
-            raise Closed
+    kind = _kind(body)
+    if status == 409 and kind == "gyre_moved":
+        raise Moved("refused")
+    if status == 409 and kind == "gyre_execution_closed":
+        raise Closed
     # 401 and 403 concern the run's own key, 404 the engine's routes, 429 its load: nothing a client can change.
     if status >= 500 or status in (401, 403, 404, 408, 429):
-        raise Broken(f"status {status}: {body[:200]!r}")
+        raise Broken(f"status {status} ({kind})")
     raise Refused(status, body)
 
 
@@ -101,10 +114,10 @@ def _event(block: bytes) -> tuple[str, bytes]:
 
 
 def _in_stream_error(error: Any) -> Exception:
-    status = error.get("code") if isinstance(error, dict) else None
+    status, body = error.get("code") if isinstance(error, dict) else None, json.dumps({"error": error}).encode()
     if isinstance(status, int) and 400 <= status < 500:
-        return Refused(status, json.dumps({"error": error}).encode())
-    return Broken(f"error in the stream: {str(error)[:200]}")
+        return Refused(status, body)
+    return Broken(f"error in the stream ({status if isinstance(status, int) else 'no status'}, {_kind(body)})")
 
 
 class Stream:
