@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import ApiError
@@ -14,6 +16,7 @@ from gyre.proxy.dialects.messages import to_chat
 from gyre.proxy.dialects.responses import joined
 from gyre.proxy.dialects.responses_answer import ResponseCall
 from gyre.proxy.dialects.responses_store import Store
+from gyre.proxy.dialects.responses_tools import CustomInput
 from gyre.proxy.limits import Room
 from tests.proxy.bodies import FUNCTION, TOOL
 from tests.proxy.told_engine import call, deltas
@@ -103,9 +106,10 @@ def test_calls_of_custom_tools_come_back_as_such_and_can_be_given_back():
     events = [event for chunk in chunks for _, event in made.events(chunk)] + [event for _, event in made.end()]
     assert events[-1]["response"]["output"] == output
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == output
-    said = [event for event in events if "custom_tool_call_input" in event["type"]]
-    assert [event.get("delta", event.get("input")) for event in said] == [TEXT, TEXT, "no object", "no object"]
-    assert [event["item_id"] for event in said] == [output[1]["id"]] * 2 + [output[2]["id"]] * 2
+    for item in output[1:3]:
+        said = [e for e in events if "custom_tool_call_input" in e["type"] and e["item_id"] == item["id"]]
+        assert "".join(event.get("delta", "") for event in said) == said[-1]["input"] == item["input"]
+        assert len(said) == (3 if item["input"] == TEXT else 2)
 
     results = [
         {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Done!"},
@@ -138,8 +142,8 @@ FIND = {"type": "tool_search", "execution": "client", "description": "finds", "p
 def test_tools_that_come_with_the_input_are_told_and_called():
     found = {"type": "tool_search_output", "call_id": "t", "execution": "client", "tools": [SPACE]}
     asked = {"type": "tool_search_call", "call_id": "t", "execution": "client", "arguments": {"query": "files"}}
-    given = [{"type": "additional_tools", "role": "developer", "tools": [PATCH, FUNCTION]}, *HI, asked, found]
-    body = {"input": given, "tools": [FIND, FUNCTION, {"type": "tool_search", "execution": "server"}]}
+    sent = [{"type": "additional_tools", "role": "developer", "tools": [PATCH, FUNCTION]}, *HI, asked, found]
+    body = {"input": sent, "tools": [FIND, FUNCTION, {"type": "tool_search", "execution": "server"}]}
     made = ResponseCall(body, 100, Store())
     assert sorted(names(made.chat)) == ["apply_patch", "mcp__files__put", "mcp__files__run", "run", "tool_search"]
     assert made.chat["messages"] == [
@@ -152,6 +156,39 @@ def test_tools_that_come_with_the_input_are_told_and_called():
     output = made.answer({"id": "chatcmpl-1", "model": "m", "choices": [choice]})["output"]
     assert (output[0]["type"], output[0]["arguments"]) == ("tool_search_call", {"query": "x"})
     assert (output[1]["namespace"], output[1]["name"]) == ("mcp__files", "run")
+
+
+@given(st.text(), st.booleans(), st.lists(st.integers(0, 60), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_the_input_of_a_custom_tool_comes_as_the_model_writes_it(text, plain, cuts):
+    text = text.encode("utf-8", "replace").decode()
+    arguments = json.dumps({"input": text}, ensure_ascii=not plain)
+    ends = sorted({min(cut, len(arguments)) for cut in (*cuts, len(arguments))})
+    made = CustomInput()
+    found = [made.feed(arguments[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    assert "".join(found) == text and made.end() == "" and made.text == text
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ("", ""),
+        ("rm x", "rm x"),
+        ('"rm x"', "rm x"),
+        ('{"input": 3}', '{"input": 3}'),
+        ('{"other": "x"}', '{"other": "x"}'),
+        ('{"input": "a\\nb', "a\nb"),
+        ('{"input": "a\\ud83d', "a"),
+        ('{"input": "a\\q"}', "a"),
+        ('{"input": "a\nb"}', "a\nb"),
+        ('{"input": "a\\udc00b"}', "a"),
+        ('{"other": 1, "input": "a"}', "a"),
+        ('{"input": "a", "input": "b"}', "a"),
+    ],
+)
+def test_arguments_of_another_shape_are_an_input_still(arguments, text):
+    made = CustomInput()
+    assert made.feed(arguments) + made.end() == made.text == text
 
 
 # -- what cannot be shown ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from gyre.proxy.dialects.intake import Intake
 from gyre.proxy.dialects.reading import optional
 from gyre.proxy.dialects.responses import call_of, to_chat, wants, wants_logprobs
 from gyre.proxy.dialects.responses_store import Store
-from gyre.proxy.dialects.responses_tools import called, custom_input, search_words
+from gyre.proxy.dialects.responses_tools import CustomInput, called, search_words
 
 _CALLS = {"function_call": "fc", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
 _KINDS = {"reasoning": "rs", "message": "msg", **_CALLS}
@@ -45,7 +45,8 @@ class ResponseCall:
         self._output: list[Json] = []
         self._open: Json | None = None  # the item that is not finished
         self._tool = -1  # the tool call that it is
-        self._arguments = ""  # of a call that is told when it is whole
+        self._arguments = ""  # of a search, which is told when it is whole
+        self._custom = CustomInput()
         self._entries: list[Json] = []  # log-probabilities of its text
         self._finish: str | None = None
         self._counts = (0, 0)
@@ -145,16 +146,24 @@ class ResponseCall:
             words = {"call_id": call.get("id") or f"call_{index}", **words}
             kind = words.pop("type")
             found += self._begin(kind, **words, **_EMPTY[kind])
-            self._tool, self._arguments = index, ""
+            self._tool, self._arguments, self._custom = index, "", CustomInput()
         assert self._open is not None
         arguments = function.get("arguments")
-        if arguments and self._open["type"] != "function_call":
+        if arguments and self._open["type"] == "custom_tool_call":
+            found += self._input(self._custom.feed(arguments))
+        elif arguments and self._open["type"] == "tool_search_call":
             self._arguments += arguments
         elif arguments:
             self._open["arguments"] += arguments
             kind = "response.function_call_arguments.delta"
             found.append(self._item(kind, item_id=self._open["id"], delta=arguments))
         return found
+
+    def _input(self, text: str) -> list[Event]:
+        """A piece of a custom tool's input."""
+        assert self._open is not None
+        kind = "response.custom_tool_call_input.delta"
+        return [self._item(kind, item_id=self._open["id"], delta=text)] if text else []
 
     def _close(self, status: str) -> list[Event]:
         if (item := self._open) is None:
@@ -164,10 +173,10 @@ class ResponseCall:
             words = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             found.append(self._item("response.function_call_arguments.done", **words))
         elif item["type"] == "custom_tool_call":
-            item["input"] = custom_input(self._arguments)
-            kind, words = "response.custom_tool_call_input", {"item_id": item["id"]}
-            found.append(self._item(f"{kind}.delta", delta=item["input"], **words))
-            found.append(self._item(f"{kind}.done", input=item["input"], **words))
+            found += self._input(self._custom.end())
+            item["input"] = self._custom.text
+            words = {"item_id": item["id"], "input": item["input"]}
+            found.append(self._item("response.custom_tool_call_input.done", **words))
         elif item["type"] == "tool_search_call":
             item["arguments"] = search_words(self._arguments)
         elif item["content"]:

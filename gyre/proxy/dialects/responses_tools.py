@@ -7,6 +7,8 @@ only its models know, are left out. Some tools come as items of the input: those
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import msgspec
@@ -19,6 +21,12 @@ from gyre.proxy.dialects.reading import objects, optional, path, required
 BRINGING = ("additional_tools", "tool_search_output")
 SEARCH = "tool_search"
 _INPUT = "input"
+_BEGIN = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
+#: What is whole of a JSON string: characters, and escapes, of which two may be one character.
+_CHARACTERS = re.compile(
+    r"""(?:[^"\\]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
+    r"""|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*"""
+)
 #: A tool, where it stands, and its namespace.
 _Placed = tuple[Json, str, str]
 _PARAMETERS = {
@@ -164,14 +172,39 @@ def custom_arguments(text: str) -> str:
     return msgspec.json.encode({_INPUT: text}).decode()
 
 
-def custom_input(arguments: str) -> str:
-    """The text that a custom tool is given; arguments of another shape are the text themselves."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        return arguments
-    found = value.get(_INPUT) if isinstance(value, dict) else value
-    return found if isinstance(found, str) else arguments
+class CustomInput:
+    """The text that a custom tool is given, out of its function's arguments as they come."""
+
+    def __init__(self) -> None:
+        self._arguments = ""
+        self._at = 0  # where the text goes on, once it has begun
+        self.text = ""
+
+    def feed(self, piece: str) -> str:
+        """What the next piece of the arguments adds to the text."""
+        self._arguments += piece
+        if not (self._at or (begun := _BEGIN.match(self._arguments))):
+            return ""
+        found = _CHARACTERS.match(self._arguments, self._at or begun.end())
+        assert found is not None
+        text = json.loads(f'"{found.group()}"', strict=False)  # models write lines as they are
+        self._at = found.end()
+        self.text += text
+        return text
+
+    def end(self) -> str:
+        """What is still to be added; arguments of another shape are the text themselves."""
+        try:
+            value = msgspec.json.decode(self._arguments)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            value = None
+        found = value.get(_INPUT) if isinstance(value, dict) else value
+        whole = found if isinstance(found, str) else self._arguments
+        if self.text and not whole.startswith(self.text):  # it was cut off, or goes on as no JSON does
+            return ""
+        rest = whole[len(self.text) :]
+        self.text = whole
+        return rest
 
 
 def searched(item: Json, where: str) -> str:
