@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gyre.proxy.connections import Connections, Lost
+from gyre.proxy.encoding import encode
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.routing import Route
 from gyre.proxy.upstream import Broken, Moved, headers, post
@@ -33,7 +34,7 @@ async def count_tokens(
         Refused, Closed: the engine finds fault with the request, or the execution is over.
         Broken: no engine gave a sound answer.
     """
-    body = msgspec.json.encode({key: value for key, value in chat.items() if key != "model"})
+    body = encode({key: value for key, value in chat.items() if key != "model"})
     failed: Route | None = None
     failures = 0
     while True:

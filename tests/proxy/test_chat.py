@@ -1,5 +1,6 @@
 """What a request asks, what engines are asked for it, and how pieces of an answer add up."""
 
+import json
 from array import array
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gyre.proxy import answer, chat
 from gyre.proxy.answer import Choice, Differs
 from gyre.proxy.chat import BadRequest, Progress, parse
+from gyre.proxy.encoding import encode
 from gyre.proxy.recorder import Span
 from gyre.proxy.sound import Unsound
 from gyre.splice import Extension, History
@@ -250,3 +252,9 @@ def test_other_tokens_than_those_kept_are_no_answer():
         resumed().sample(Span(1, 0, 0), [6], [0.0])
     with pytest.raises(Unsound):
         resumed().finish("stop")
+
+
+@pytest.mark.parametrize("value", [1 << 70, -(1 << 70), "half \ud800", {"b": [1 << 64], "a": "é"}, 0.1, None])
+def test_whatever_a_client_may_send_is_encoded(value):
+    assert json.loads(encode({"a": value})) == {"a": value}
+    assert encode({"b": value, "a": 1}, ordered=True) == encode({"a": 1, "b": value}, ordered=True)
