@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 #: Legs of a request that ended in anything but a sound answer or a move, without a further token between them, after
 #: which the client is told. An engine that cannot be reached never counts: requests that no engine can take are held.
 MAX_FAILURES = 30
+#: Of these, legs whose connection broke off: should the request be what engines die of, no more of them follow.
+MAX_DEATHS = 3
 #: A request that an engine has not begun to answer for so long counts as held: its gate may have parked it for a
 #: change of weights, or its engine has no room.
 PARKED_SECONDS = 1.0
@@ -122,7 +124,7 @@ class Relay:
 
     async def _until_whole(self) -> None:
         failed: Route | None = None
-        pause, failures, most = _FIRST_PAUSE, 0, 0
+        pause, failures, deaths, most = _FIRST_PAUSE, 0, 0, 0
         while not self._whole:
             with self._execution.hold():
                 route, entry = await self._board.enter(self._execution.number, failed, pause)
@@ -134,12 +136,13 @@ class Relay:
                 continue
             except (Moved, Broken, Refused, Differs, sound.Unsound, TimeoutError) as error:
                 failures += self._is_failure(error, route)
+                deaths += isinstance(error, Broken) and error.lost and error.reached
             finally:
                 entry.release()
             # Of an answer that starts over only more tokens than ever are a step forward.
             if (sampled := sum(len(choice.sampled) for choice in self._choices)) > most:
-                pause, failures, most = _FIRST_PAUSE, 0, sampled
-            if failures >= MAX_FAILURES:
+                pause, failures, deaths, most = _FIRST_PAUSE, 0, 0, sampled
+            if failures >= MAX_FAILURES or deaths >= MAX_DEATHS:
                 self.fault = f"no sound answer in {failures} tries, the last from {self.fault}"
                 raise self._failed()
             pause = min(_LONGEST_PAUSE, 2 * pause) if failed and failed.same_place(route) else _FIRST_PAUSE

@@ -21,11 +21,15 @@ class Moved(Exception):
 
 
 class Broken(Exception):
-    """The engine failed, or what it said is no answer; `reached` is False where no connection to it came about."""
+    """The engine failed, or what it said is no answer.
 
-    def __init__(self, message: str, reached: bool = True) -> None:
+    `reached` is False where no connection to it came about; `lost` says that it broke off, as one does that dies.
+    """
+
+    def __init__(self, message: str, reached: bool = True, lost: bool = False) -> None:
         super().__init__(message)
         self.reached = reached
+        self.lost = lost
 
 
 class Closed(Exception):
@@ -81,7 +85,7 @@ async def post(
             return connection
         _raise_for(connection.status, await connection.read_all(_MAX_ERROR))
     except Lost as error:
-        raise Broken(str(error), error.reached) from error
+        raise Broken(str(error), error.reached, lost=True) from error
     finally:
         if connection is not None and connection.status != 200:
             connection.close()
@@ -142,9 +146,9 @@ class Stream:
         try:
             data = await self._connection.read()
         except Lost as error:
-            raise Broken(str(error)) from error
+            raise Broken(str(error), lost=True) from error
         if not data:
-            raise Broken("the stream ended early")
+            raise Broken("the stream ended early", lost=True)
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
         if len(self._rest) > _MAX_EVENT:
             raise Broken("an event without end")

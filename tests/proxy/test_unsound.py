@@ -54,6 +54,20 @@ def test_an_engine_that_never_answers_soundly_is_a_lost_request_with_its_reason(
     run(scenario())
 
 
+def test_a_request_that_engines_die_of_is_not_sent_to_all_of_them(tmp_path):
+    async def scenario():
+        engine = FakeEngine(0, faults=[Fault("drop")] * 9)
+        async with stand(tmp_path, engine) as it:
+            status, reply = await it.ask(ASK)
+            assert status == 502 and reply["error"]["code"] == "engine_failed"
+            assert len(engine.bodies) == 3
+            engine.faults = [Fault("drop", cut) for cut in (0, 3, 6, 6, 9, 9)]
+            assert (await it.ask(ASK))[0] == 200, "with a token in between they die of something else"
+            assert (await it.proxy.close(1, 1))["lost"] == 1
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("how", sorted(UNSOUND.keys() - {"no tokens"}))
 def test_an_engine_that_errs_once_is_asked_again(tmp_path, how):
     async def scenario():
