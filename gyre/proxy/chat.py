@@ -245,6 +245,8 @@ def _request(body: Json, is_chat: bool, logprobs: bool, top_logprobs: int, text_
     temperature = _number(body, "temperature", 1.0)
     stream_options = _typed(body, "stream_options", dict, {})
     max_tokens = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
+    if max_tokens is not None and max_tokens < 1:
+        raise BadRequest("max_tokens must be at least 1")
     _check_stop(body)
     _typed(body, "vllm_xargs", dict, {})
     _typed(body, "seed", int, 0)

@@ -250,11 +250,11 @@ class Service:
                 return ApiError(410, "the execution is over", code="closed")
             case Refused() if error.status < 500:
                 counts.refused += 1
-                return errors.from_engine(error.status, error.body)
+                return self._said(error)
             case Refused():
                 counts.fault = relay.fault
                 counts.lost += 1
-                return errors.from_engine(error.status, error.body)
+                return self._said(error)
             case TimeoutError():
                 fault = f"no engine answered in {self._settings.request_timeout:g} s"
                 counts.fault = f"{fault}; last, {relay.fault}" if relay.fault else fault
@@ -264,6 +264,9 @@ class Service:
         counts.fault = "internal fault of the proxy"
         counts.lost += 1
         return ApiError(500, counts.fault, code="internal")
+
+    def _said(self, error: Refused) -> ApiError:
+        return errors.from_engine(error.status, error.body, self._settings.max_context)
 
     async def _count(self, request: web.BaseRequest, client: Client, request_id: str) -> web.Response:
         async with self._body(request, client) as (body, intake):
@@ -276,7 +279,7 @@ class Service:
                         asked, client.execution, self._board, self._connections, self._settings.secret
                     )
             except Refused as error:
-                raise errors.from_engine(error.status, error.body) from None
+                raise self._said(error) from None
             except Closed:
                 raise ApiError(410, "the execution is over", code="closed") from None
             except (Broken, TimeoutError):

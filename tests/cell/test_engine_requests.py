@@ -306,9 +306,11 @@ def test_a_prompt_that_fills_the_context_is_a_clients_error(talker, length):
     ]
     assert [got.status for got in asked] == [400] * len(asked)
     assert all("maximum" in got.error["message"] or "max_tokens" in got.error["message"] for got in asked)
-    for got in asked[-2:]:
-        error = errors.from_engine(400, got.data)
-        assert (error.code, error.context) == ("context_length_exceeded", (length, CONTEXT)), got.error
+    for got in asked:
+        error = errors.from_engine(400, got.data, CONTEXT)
+        assert error.code == "context_length_exceeded" and error.context is not None, got.error
+        assert CONTEXT <= error.context[0] <= length and error.context[1] == CONTEXT, "it stops counting at some length"
+    assert errors.from_engine(400, asked[-1].data, CONTEXT).context == (length, CONTEXT)
 
 
 def test_an_answer_that_fills_the_context_ends_with_its_length(talker):

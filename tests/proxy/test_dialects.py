@@ -243,12 +243,13 @@ LONG = "This model's maximum context length is 512 tokens. However, your prompt 
             (512, 512),
         ),
         ("Input length (600) exceeds model's maximum context length (512).", (600, 512)),
+        ("max_tokens must be at least 1, got 0.", (512, 512)),
         ("temperature must be non-negative", None),
     ],
 )
 def test_a_full_context_is_said_as_each_dialect_says_it(text, context):
     body = json.dumps({"error": {"message": text, "type": "BadRequestError", "param": None, "code": 400}}).encode()
-    error = errors.from_engine(400, body)
+    error = errors.from_engine(400, body, 512)
     assert error.context == context
     said = errors.openai(error)["error"]
     assert said["code"] == ("context_length_exceeded" if context else None) and said["message"] == text
@@ -260,7 +261,7 @@ def test_a_full_context_is_said_as_each_dialect_says_it(text, context):
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"plain words", b"[]", b'{"error": 3}', b'{"error": {"message": 3}}'])
 def test_an_engines_odd_error_is_an_error_still(body):
-    assert errors.openai(errors.from_engine(400, body))["error"]["message"]
+    assert errors.openai(errors.from_engine(400, body, 512))["error"]["message"]
 
 
 @given(st.text())

@@ -29,6 +29,9 @@ _TOO_LONG = (
     re.compile(r"Input length \((?P<length>\d+)\) exceeds model's maximum context length \((?P<most>\d+)\)"),
 )
 
+#: As it says that a prompt leaves room for nothing: how much room there was. A client's own number is checked before.
+_NO_ROOM = re.compile(r"max_tokens must be at least 1, got (?P<room>0|-\d+)")
+
 
 class ApiError(Exception):
     """A request that gets an error for its answer: an HTTP status, what is wrong, and OpenAI's words for it.
@@ -85,7 +88,9 @@ def anthropic(error: ApiError, request_id: str) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-def _context(message: str) -> tuple[int, int] | None:
+def _context(message: str, most: int) -> tuple[int, int] | None:
+    if found := _NO_ROOM.search(message):
+        return most - int(found["room"]), most
     for pattern in _TOO_LONG:
         if found := pattern.search(message):
             numbers = {key: int(value) for key, value in found.groupdict().items()}
@@ -94,8 +99,8 @@ def _context(message: str) -> tuple[int, int] | None:
     return None
 
 
-def from_engine(status: int, body: bytes) -> ApiError:
-    """What an engine, or the proxy in its place, said in OpenAI's shape; the message is kept."""
+def from_engine(status: int, body: bytes, max_context: int) -> ApiError:
+    """What an engine of this context, or the proxy in its place, said in OpenAI's shape; the message is kept."""
     words: Any = None
     try:
         words = msgspec.json.decode(body)
@@ -108,7 +113,7 @@ def from_engine(status: int, body: bytes) -> ApiError:
         inner = {"message": body.decode("utf-8", "replace")[:2000]}
     message, code, param = inner.get("message"), inner.get("code"), inner.get("param")
     message = message if isinstance(message, str) and message else "the engine refused the request"
-    context = _context(message) if status == 400 else None
+    context = _context(message, max_context) if status == 400 else None
     return ApiError(
         status,
         message,
