@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from gyre.cell.kv_auto import transport
 from gyre.cell.kv_index import ROOT, Entry, Ledger, extend
 from gyre.cell.kv_segment import Page, Plan, Stage, Unavailable, path_of
-from gyre.cell.kv_transport import Found, Kind, Search, Wanted, transport
+from gyre.cell.kv_transport import Found, Kind, Search, Wanted
 from gyre.cell.kv_worker import Load
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ log.setLevel(logging.INFO)  # whatever vLLM makes of the root
 KEY_VARIABLE = "GYRE_KV_KEY"
 #: Seconds that an engine with nothing to compute lets pass between two looks at a search.
 IDLE_SECONDS = 0.005
+#: Seconds after which a request computes what it waits for, whatever the transport says.
+LONGEST_SECONDS = 15.0
 
 
 @dataclass
@@ -48,6 +51,23 @@ class _Tracked:
     table: list[int]
     chain: list[bytes] = field(default_factory=list)
     noted: int = 0
+
+
+@dataclass
+class _Looking:
+    """A search for a request's prefix; `since` is on the clock that does not jump."""
+
+    search: Search
+    since: float
+
+
+@dataclass
+class _Loading:
+    """What was found, on its way into `blocks`, all of the request's; dropped when so many more `steps` are over."""
+
+    found: Found
+    blocks: list[int]
+    steps: int
 
 
 def _plain(request: Request) -> bool:
@@ -92,9 +112,12 @@ class SchedulerSide:
         self._pinned: list[int] = []
         self._requests: dict[str, Request] = {}
         self._tracked: dict[str, _Tracked] = {}
-        self._searches: dict[str, Search | None] = {}  # None: there is nothing to be found any more
+        self._searches: dict[str, _Looking] = {}
         self._found: dict[str, Found] = {}
+        self._settled: set[str] = set()  # requests that look no more: they have loaded, or compute
         self._loads: list[Load] = []
+        self._loading: dict[str, _Loading] = {}
+        self._under_way = config.parallel_config.pipeline_parallel_size + 1  # steps, at most
 
     def bind(self, pool: BlockPool) -> None:
         """Take the engine's blocks over."""
@@ -105,9 +128,14 @@ class SchedulerSide:
         page = Page.unpack(self._page_memory)
         if page.turn != self._turn:
             self._turn = page.turn
-            self._ledger.clear()
-            self._unpin()
+            self._clear()
         return page
+
+    def _clear(self) -> None:
+        self._ledger.clear()
+        self._unpin()
+        while self._loading:
+            self._loading.popitem()[1].found.close()
 
     # -- what blocks hold --------------------------------------------------------------------------------------------
     def added(self, request: Request) -> None:
@@ -153,6 +181,8 @@ class SchedulerSide:
             return
         extend(tracked.chain, tracked.request.all_token_ids, self._size, count)
         for index in range(tracked.noted, min(len(tracked.chain), len(tracked.table))):
+            if not tracked.table[index]:  # vLLM's word for no block at all
+                continue
             parent = tracked.chain[index - 1] if index else ROOT
             tokens = tracked.request.all_token_ids[index * self._size : (index + 1) * self._size]
             self._ledger.hold(tracked.table[index], Entry(tracked.chain[index], parent, array("i", tokens)))
@@ -163,6 +193,7 @@ class SchedulerSide:
         name = request.request_id
         self._requests.pop(name, None)
         self._forget(name)
+        self._settled.discard(name)
         page = self._page()
         if (tracked := self._tracked.pop(name, None)) is not None:
             tracked.table = list(blocks)
@@ -184,66 +215,111 @@ class SchedulerSide:
     def computed(self, failed: set[int]) -> None:
         """A step is over. Where blocks could not be loaded, nothing is known of what was computed behind them."""
         if failed:
-            self._ledger.clear()
-            self._tracked.clear()
+            self._distrust(failed)
+        for name, loading in list(self._loading.items()):
+            loading.steps -= 1
+            if not loading.steps:
+                del self._loading[name]
+                loading.found.close()
+
+    def _distrust(self, failed: set[int]) -> None:
+        """Forget what requests with one of these blocks hold from there on.
+
+        vLLM has it computed, but goes on to offer it to others in the meantime, and for good if the request ends first.
+        """
+        doubtful = set(failed)
+        for loading in self._loading.values():
+            doubtful.update(_behind(loading.blocks, failed))
+        for name, tracked in list(self._tracked.items()):
+            if behind := _behind(tracked.table, failed):
+                doubtful.update(behind)
+                sound = len(tracked.table) - len(behind)
+                tracked.noted = min(tracked.noted, sound)
+                del tracked.chain[sound:]
+                if tracked.request.num_computed_tokens > sound * self._size:  # it counts on another's computing
+                    del self._tracked[name]
+        self._ledger.drop(doubtful)
+        if self._pool is not None:
+            self._pool.evict_blocks(doubtful)
 
     def reset(self) -> None:
         """The prefix cache is emptied; during an export, say first what was in it."""
-        page = self._page()
-        if page.stage is Stage.EXPORTING and page.plan >= 0:
-            plan = Plan(self._model, self._size, self._ledger.plan(self._limit))
-            with open(path_of(self._pid, page.plan), "wb") as file:
-                file.write(plan.pack())
-        self._unpin()
-        self._ledger.clear()
+        try:
+            page = self._page()
+            if page.stage is Stage.EXPORTING and page.plan >= 0:
+                plan = Plan(self._model, self._size, self._ledger.plan(self._limit))
+                with open(path_of(self._pid, page.plan), "wb") as file:
+                    file.write(plan.pack())
+        finally:
+            self._clear()
 
     # -- what comes from elsewhere -----------------------------------------------------------------------------------
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens behind the first `computed` that another engine left; None while that is not known."""
         name = request.request_id
-        if (parameters := (request.kv_transfer_params or {}).get("gyre")) is None or not _plain(request):
+        parameters = (request.kv_transfer_params or {}).get("gyre")
+        if parameters is None or name in self._settled or not _plain(request):
             return 0
         try:
             found = self._found.get(name) or self._search(request, parameters)
         except Unavailable as error:
             log.info("request %s computes what it needs: %s", name, error)
-            self._forget(name)
-            self._searches[name] = None
-            return 0
-        if found is None:
-            return None if self._searches[name] is not None else 0
-        self._found[name] = found
-        return max(0, min(found.tokens, request.num_tokens - 1) - computed)
+        except Exception:  # no fault of a handoff may end an engine
+            log.exception("request %s computes what it needs", name)
+        else:
+            if found is None:
+                return None
+            self._found[name] = found
+            return max(0, min(found.tokens, request.num_tokens - 1) - computed)
+        self._settle(name)
+        return 0
 
     def _search(self, request: Request, parameters: Any) -> Found | None:
-        name = request.request_id
+        name, now = request.request_id, time.monotonic()
         if name not in self._searches:
             wanted = Wanted.of(parameters, self._secret)
             page = self._page()
             if page.stage is not Stage.SERVING or page.policy != wanted.policy:
                 raise Unavailable(f"policy {page.policy} is served here, not {wanted.policy}")
             kind = Kind(self._model, self._size)
-            self._searches[name] = self._transport.search(wanted, request.all_token_ids[:], kind)
-        if (search := self._searches[name]) is None:
-            return None
-        found = search.poll(time.monotonic())
-        if found is None and not self._tracked:  # vLLM would ask again and again, and keep the answer from coming
-            search.wait(IDLE_SECONDS)
+            self._searches[name] = _Looking(self._transport.search(wanted, request.all_token_ids[:], kind), now)
+        looking = self._searches[name]
+        found = looking.search.poll(now)
+        if found is None and now - looking.since > LONGEST_SECONDS:
+            raise Unavailable(f"nothing was found in {LONGEST_SECONDS:g} s")
+        if found is not None:
+            del self._searches[name]  # what it found is the request's now
+        elif not self._tracked:  # vLLM would ask again and again, and keep the answer from coming
+            looking.search.wait(IDLE_SECONDS)
         return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
-        """A request got blocks, and `count` tokens behind what it has are to be loaded."""
+        """A request got blocks, and `count` tokens behind what it has are to be loaded: once, and never again."""
         name = request.request_id
-        if not count or (found := self._found.get(name)) is None:
+        if (found := self._found.get(name)) is None:
             return
-        last = min(found.tokens, request.num_tokens - 1)
-        first, end = (last - count) // self._size, math.ceil(last / self._size)
-        pairs = list(zip(blocks.get_block_ids()[0][first:end], found.slots[first:end], strict=True))
-        self._loads.append(Load(found.generation, found.policy, found.shards, pairs))
-        self._searches[name] = None  # once: after a preemption it is computed
+        if count:
+            last = min(found.tokens, request.num_tokens - 1)
+            first, end = (last - count) // self._size, math.ceil(last / self._size)
+            table = list(blocks.get_block_ids()[0])
+            pairs = list(zip(table[first:end], found.slots[first:end], strict=True))
+            self._loads.append(Load(found.generation, found.policy, found.tag, found.shards, pairs))
+            del self._found[name]
+            self._loading[name] = _Loading(found, table, self._under_way)
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """A request looks no more."""
+        self._forget(name)
+        self._settled.add(name)
 
     def _forget(self, name: str) -> None:
-        if (search := self._searches.pop(name, None)) is not None:
-            search.close()
+        if (looking := self._searches.pop(name, None)) is not None:
+            looking.search.close()
         if (found := self._found.pop(name, None)) is not None:
             found.close()
+
+
+def _behind(table: list[int], failed: set[int]) -> list[int]:
+    """A request's blocks from the first that failed on."""
+    return next((table[index:] for index, block in enumerate(table) if block in failed), [])

@@ -7,7 +7,8 @@ engine. A shard holds the blocks of one worker of the engine, with an index from
 What it keeps true: one writer, the engine's own process, owns the page, and `generation` there and in a shard's header
 is that of the blocks that may be read. It is taken away (set to -1) before blocks are given up, and memory that
 was readable is never written again, so a reader that finds the generation it expects before and after its copy has
-copied what was exported.
+copied what was exported. What a shard is known by is its tag, random bytes of its own: a path is only as good as the
+descriptor behind it, which may be another shard's by the time that somebody opens it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
@@ -35,10 +37,16 @@ MOST_SHARDS = 64
 
 _PAGE = struct.Struct("<8s16sqqqqqqq")  # magic, tag, stage, turn, epoch, policy, generation, plan, shards
 _FDS = struct.Struct(f"<{MOST_SHARDS}q")
-_SHARD = struct.Struct("<8sqq16s16sqqqq")  # magic, generation, policy, model, layout, block bytes, tokens, slots, data
-_PLAN = struct.Struct("<8s16sqq")  # magic, model, tokens of a block, blocks
-_PAGE_MAGIC, _SHARD_MAGIC, _PLAN_MAGIC = b"gyrekvp1", b"gyrekvs1", b"gyrekvi1"
+# magic, generation, policy, model, layout, tag, block bytes, tokens, slots, data
+_SHARD = struct.Struct("<8sqq16s16s16sqqqq")
+_PLAN = struct.Struct("<8s16s16sqq")  # magic, tag, model, tokens of a block, blocks
+_PAGE_MAGIC, _SHARD_MAGIC, _PLAN_MAGIC = b"gyrekvp1", b"gyrekvs2", b"gyrekvi2"
 _GENERATION_AT = 8  # in a shard
+
+
+def fresh_tag() -> bytes:
+    """A tag that no other shard has."""
+    return secrets.token_bytes(16)
 
 
 class Unavailable(GyreError):
@@ -101,9 +109,6 @@ class Page:
         return cls(tag, Stage(stage), turn, epoch, policy, generation, plan, fds)
 
 
-PAGE_SIZE = _PAGE.size + _FDS.size
-
-
 @dataclass(frozen=True)
 class Header:
     """What a shard says of itself; `data` is where its first block begins, and a block has `block_bytes`."""
@@ -112,6 +117,7 @@ class Header:
     policy: int
     model: bytes
     layout: bytes
+    tag: bytes  # of the export, or of the copy that was fetched of it
     block_bytes: int
     tokens: int  # of a block
     slots: int
@@ -120,7 +126,7 @@ class Header:
     def pack(self) -> bytes:
         """The bytes of a header."""
         sizes = (self.block_bytes, self.tokens, self.slots, self.data)
-        return _SHARD.pack(_SHARD_MAGIC, self.generation, self.policy, self.model, self.layout, *sizes)
+        return _SHARD.pack(_SHARD_MAGIC, self.generation, self.policy, self.model, self.layout, self.tag, *sizes)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview | mmap.mmap) -> Header:
@@ -201,15 +207,19 @@ def read_index(data: bytes | memoryview | mmap.mmap, header: Header) -> Index:
 # -- plans -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Plan:
-    """Which blocks an engine's workers are to export, slot by slot, and of what model in blocks of how many tokens."""
+    """Which blocks an engine's workers are to export, slot by slot, and of what model in blocks of how many tokens.
+
+    `tag` is that of the shards which come of it.
+    """
 
     model: bytes
     tokens: int
     chosen: Sequence[Chosen]
+    tag: bytes = field(default_factory=fresh_tag)
 
     def pack(self) -> bytes:
         """The bytes of a plan."""
-        head = _PLAN.pack(_PLAN_MAGIC, self.model, self.tokens, len(self.chosen))
+        head = _PLAN.pack(_PLAN_MAGIC, self.tag, self.model, self.tokens, len(self.chosen))
         blocks = array("q", [each.block for each in self.chosen]).tobytes()
         leaves = bytes(each.leaf for each in self.chosen)
         return head + pack_entries([each.entry for each in self.chosen], self.tokens) + blocks + leaves
@@ -223,7 +233,7 @@ class Plan:
         """
         if len(data) < _PLAN.size:
             raise Unavailable("no plan was written")
-        magic, model, tokens, count = _PLAN.unpack_from(data)
+        magic, tag, model, tokens, count = _PLAN.unpack_from(data)
         if magic != _PLAN_MAGIC or count < 0 or tokens < 1:
             raise Unavailable("no plan of an export")
         end = _PLAN.size + entries_bytes(count, tokens)
@@ -232,7 +242,7 @@ class Plan:
             raise Unavailable("no whole plan")
         blocks, leaves = array("q", data[end : end + 8 * count]), data[end + 8 * count :]
         chosen = [Chosen(entry, block, bool(leaf)) for entry, block, leaf in zip(entries, blocks, leaves, strict=True)]
-        return cls(model, tokens, chosen)
+        return cls(model, tokens, chosen, tag)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -317,8 +327,15 @@ def read_page(path: str, tag: bytes) -> Page:
     return page
 
 
-def check(memory: mmap.mmap, generation: int, policy: int, model: bytes | None, layout: bytes | None = None) -> Header:
-    """A mapped shard's header, if it is of this generation, policy and kind.
+def check(
+    memory: mmap.mmap,
+    generation: int,
+    policy: int,
+    model: bytes | None,
+    layout: bytes | None = None,
+    tag: bytes | None = None,
+) -> Header:
+    """A mapped shard's header, if it is of this generation, policy and kind, and the very one that is meant.
 
     Raises:
         Unavailable: it is not, or there is less of it than it says.
@@ -326,6 +343,8 @@ def check(memory: mmap.mmap, generation: int, policy: int, model: bytes | None, 
     header = Header.unpack(memory)
     if header.generation != generation:
         raise Unavailable(f"the blocks of generation {generation} were given up")
+    if tag is not None and header.tag != tag:
+        raise Unavailable("another shard than the one that was found")
     if header.policy != policy:
         raise Unavailable(f"blocks of policy {header.policy}, not {policy}")
     if model is not None and header.model != model:

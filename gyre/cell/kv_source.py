@@ -16,10 +16,10 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from gyre.cell.gate_answer import Message, Receive, Send, read_body, send_json
 from gyre.cell.kv_segment import (
     MOST_SHARDS,
     PAGE_BYTES,
@@ -37,10 +37,6 @@ from gyre.cell.kv_transport import Address, this_host
 from gyre.errors import UserError
 
 log = logging.getLogger("gyre.engine.kv")
-
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 #: Bytes of a request for blocks.
 BODY_LIMIT = 4 << 20
@@ -155,6 +151,8 @@ class Source:
             for descriptor in shards:
                 os.close(descriptor)
             self._write(replace(self._page, stage=Stage.GONE, plan=-1))
+            with contextlib.suppress(Exception):  # what is pinned must not outlast this, however far it came
+                await self._core.plan()
             raise
         finally:
             os.close(plan)
@@ -175,9 +173,15 @@ class Source:
     async def _watch(self, deadline: float) -> None:
         while time.monotonic() < deadline:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._taken():
+            try:
+                taken = self._taken()
+            except Exception:  # whatever a look meets, the time runs on
+                log.exception("nobody can tell whether the KV blocks of epoch %d were taken", self._page.epoch)
+                break
+            if taken:
                 self.release("they were taken")
                 return
+        await asyncio.sleep(max(0.0, deadline - time.monotonic()))
         self.release(f"they were not taken within {self._timeout:g} s")
 
     def _taken(self) -> bool:
@@ -220,11 +224,16 @@ class Source:
                     await _answer(send, 200, self._page.pack())
                 case "GET", ["index", shard]:
                     await self._send_index(int(shard), send)
-                case "POST", ["blocks"]:
-                    await self._send_blocks(await _json_body(receive), send)
-                case "POST", ["taken"]:
-                    self._note_taken(await _json_body(receive))
-                    await _answer(send, 200, b"{}")
+                case "POST", ["blocks" | "taken" as what]:
+                    body = await read_body({}, receive, send, BODY_LIMIT)
+                    if body is None:  # nobody is there any more, or has been told why not
+                        return
+                    arguments = json.loads(body)
+                    if what == "blocks":
+                        await self._send_blocks(arguments, send)
+                    else:
+                        self._note_taken(arguments)
+                        await send_json(send, 200, {})
                 case _:
                     await _answer(send, 404, b"there is no such thing here")
         except Unavailable as error:
@@ -280,22 +289,6 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 def _whole(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-
-
-async def _json_body(receive: Receive) -> Message:
-    data = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ValueError("the client left")
-        data += message.get("body", b"")
-        if len(data) > BODY_LIMIT:
-            raise ValueError("too much")
-        if not message.get("more_body", False):
-            body = json.loads(data)
-            if not isinstance(body, dict):
-                raise ValueError("no object")
-            return body
 
 
 async def _answer(send: Send, status: int, data: bytes) -> None:

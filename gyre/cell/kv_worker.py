@@ -26,6 +26,7 @@ class Load:
 
     generation: int
     policy: int
+    tag: bytes  # of the shards
     shards: tuple[str, ...]
     pairs: list[tuple[int, int]]
 
@@ -75,7 +76,7 @@ class WorkerSide:
         if self._rank >= len(load.shards):
             raise Unavailable("the source has fewer workers")
         with mapped(load.shards[self._rank]) as memory:
-            header = check(memory, load.generation, load.policy, None, self._layout)
+            header = check(memory, load.generation, load.policy, None, self._layout, load.tag)
             if header.block_bytes != self._block_bytes or any(slot >= header.slots for _, slot in load.pairs):
                 raise Unavailable("blocks in another layout")
             blocks, slots = (torch.tensor(each) for each in zip(*load.pairs, strict=True))
@@ -86,7 +87,7 @@ class WorkerSide:
                 rows.index_copy_(0, blocks.to(rows.device), piece.to(rows.device))
                 at += rows.shape[1]
             del source, piece
-            check(memory, load.generation, load.policy, None, self._layout)
+            check(memory, load.generation, load.policy, None, self._layout, load.tag)
             for _, slot in load.pairs:
                 memory[header.taken_at + slot] = 1
 
@@ -105,6 +106,7 @@ class WorkerSide:
             policy,
             plan.model,
             self._layout,
+            plan.tag,
             self._block_bytes,
             plan.tokens,
             count,

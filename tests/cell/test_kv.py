@@ -38,8 +38,10 @@ from gyre.cell.kv_segment import (
     read_index,
     read_page,
 )
+from gyre.cell.kv_shared import Shared
+from gyre.cell.kv_socket import Socket
 from gyre.cell.kv_source import Source
-from gyre.cell.kv_transport import Address, Kind, Shared, Socket, Wanted, ready
+from gyre.cell.kv_transport import Address, Kind, Wanted, ready
 from gyre.cell.kv_worker import Load, WorkerSide
 from gyre.errors import UserError
 from tests.cell.test_gate import ToyControl
@@ -149,7 +151,7 @@ def test_pages_and_plans_are_what_they_were():
 @given(st.data())
 def test_bytes_that_are_no_page_plan_or_shard_are_refused_or_harmless(data):
     plan = Plan(MODEL, SIZE, [Chosen(e, n, True) for n, e in enumerate(entries(list(range(11))))]).pack()
-    shard = Header(5, 7, MODEL, b"l" * 16, 64, SIZE, 3, data_offset(3, SIZE)).pack()
+    shard = Header(5, 7, MODEL, b"l" * 16, b"g" * 16, 64, SIZE, 3, data_offset(3, SIZE)).pack()
     for whole, unpack in ((PAGE.pack(), Page.unpack), (plan, Plan.unpack), (shard, Header.unpack)):
         bytes_ = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
         for at in data.draw(st.lists(st.integers(0, max(0, len(bytes_) - 1)), max_size=4)) if bytes_ else ():
@@ -228,6 +230,10 @@ def look(wanted, tokens, kind=KIND, transport=None):
     return (transport or Shared()).search(wanted, tokens, kind).poll(0.0)
 
 
+def load_of(found, pairs) -> Load:
+    return Load(found.generation, found.policy, found.tag, found.shards, pairs)
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_blocks_arrive_as_they_were_on_every_worker(halves):
     async def scenario():
@@ -239,7 +245,7 @@ def test_blocks_arrive_as_they_were_on_every_worker(halves):
             pairs = list(zip((0, 4, 2), found.slots, strict=True))
             for source, target in zip(there, here, strict=True):
                 untouched = target.block(1)
-                target.worker.load([Load(found.generation, found.policy, found.shards, pairs)])
+                target.worker.load([load_of(found, pairs)])
                 assert target.worker.failed() == set()
                 for mine, theirs in ((0, 5), (4, 3), (2, 1)):
                     assert all(map(torch.equal, target.block(mine), source.block(theirs)))
@@ -271,7 +277,7 @@ def test_what_is_given_up_or_in_another_layout_is_computed():
     async def scenario():
         async with exported() as left:
             found = look(left.wanted, PREFIX)
-            load = Load(found.generation, found.policy, found.shards, [(0, 0)])
+            load = load_of(found, [(0, 0)])
             other = Caches(heads=1)
             other.worker.load([load])
             assert other.worker.failed() == {0}
@@ -292,11 +298,28 @@ def test_what_is_given_up_or_in_another_layout_is_computed():
     asyncio.run(scenario())
 
 
+def test_a_descriptor_that_is_another_shards_by_now_is_not_read():
+    """Paths are of descriptors: between the finding and the loading one may have been closed and used again."""
+
+    async def scenario():
+        async with exported() as left, exported() as other:
+            found, shards = look(left.wanted, PREFIX), left.page().fds
+            os.dup2(other.page().fds[0], shards[0])
+            here = Caches()
+            untouched = here.block(0)
+            here.worker.load([load_of(found, [(0, 0)])])
+            assert here.worker.failed() == {0} and all(map(torch.equal, here.block(0), untouched))
+
+    asyncio.run(scenario())
+
+
 def test_blocks_go_when_every_prefix_was_taken_by_every_worker():
     async def scenario():
         async with exported([Caches(rank=0), Caches(rank=1)]) as left:
             found = look(left.wanted, PREFIX)
-            load = Load(found.generation, found.policy, found.shards, [(n, s) for n, s in enumerate(found.slots)])
+            load = Load(
+                found.generation, found.policy, found.tag, found.shards, [(n, s) for n, s in enumerate(found.slots)]
+            )
             Caches(rank=0).worker.load([load])
             await asyncio.sleep(0.3)
             assert left.page().stage is Stage.READY
@@ -348,6 +371,39 @@ def test_an_export_that_fails_leaves_nothing_and_unpins():
     asyncio.run(scenario())
 
 
+def test_a_plan_that_fails_has_let_go_of_what_was_pinned():
+    async def scenario():
+        source = Source(SECRET, 30.0)
+        core = ToyCore(source, [Caches()], CHOSEN)
+        source.attach(core)
+        source.serve(1, 0)
+        source.pin()
+        stages = []
+
+        async def plan():
+            stages.append(read_page(source.path, source.tag).stage)
+            raise OSError("no plan")
+
+        core.plan = plan
+        with pytest.raises(OSError, match="no plan"):
+            await source.export()
+        assert stages == [Stage.EXPORTING, Stage.GONE]
+        source.close()
+
+    asyncio.run(scenario())
+
+
+def test_blocks_go_in_time_when_nobody_can_tell_whether_they_were_taken(monkeypatch):
+    async def scenario():
+        async with exported(timeout=0.3) as left:
+            monkeypatch.setattr(Source, "_taken", lambda self: 1 / 0)
+            while left.page().stage is Stage.READY:
+                await asyncio.sleep(0.02)
+            assert left.source.bytes == 0
+
+    asyncio.run(scenario())
+
+
 def test_memory_that_is_short_is_an_error_and_no_signal():
     with pytest.raises(OSError):
         nameless("kv-much", 1 << 60)
@@ -355,11 +411,11 @@ def test_memory_that_is_short_is_an_error_and_no_signal():
 
 def test_a_shard_says_where_its_blocks_are():
     index = entries(PREFIX)
-    header = Header(1, 2, MODEL, b"l" * 16, 64, SIZE, 3, data_offset(3, SIZE))
+    header = Header(1, 2, MODEL, b"l" * 16, b"g" * 16, 64, SIZE, 3, data_offset(3, SIZE))
     descriptor = nameless("kv-test", header.size)
     core = Plan(MODEL, SIZE, CHOSEN).pack()
     os.pwrite(descriptor, header.pack(), 0)
-    os.pwrite(descriptor, core[40:][: header.taken_at - INDEX_AT], INDEX_AT)
+    os.pwrite(descriptor, core[56:][: header.taken_at - INDEX_AT], INDEX_AT)
     with mapped(path_of(os.getpid(), descriptor)) as memory:
         assert check(memory, 1, 2, MODEL) == header
         assert read_index(memory, header).match(PREFIX).slots == (0, 1, 2)
@@ -461,7 +517,7 @@ def test_blocks_come_over_a_socket_and_are_acknowledged():
             while left.page().stage is Stage.READY:  # all was taken
                 await asyncio.sleep(0.02)
             for source, target in zip(there, (Caches(rank=0), Caches(rank=1)), strict=True):
-                target.worker.load([Load(found.generation, found.policy, found.shards, [(7, 0), (6, 1), (5, 2)])])
+                target.worker.load([load_of(found, [(7, 0), (6, 1), (5, 2)])])
                 assert target.worker.failed() == set()
                 for mine, theirs in ((7, 5), (6, 3), (5, 1)):
                     assert all(map(torch.equal, target.block(mine), source.block(theirs)))
@@ -526,7 +582,7 @@ def test_odd_requests_for_blocks_are_answered():
             assert await ask(source, "POST", "/gyre/kv/blocks", late) == 410
             assert await ask(source, "POST", "/gyre/kv/taken", late) == 200
             assert left.page().stage is Stage.READY
-            assert await ask(source, "POST", "/gyre/kv/blocks", b"0" * (5 << 20)) == 400
+            assert await ask(source, "POST", "/gyre/kv/blocks", b"0" * (5 << 20)) == 413
 
     asyncio.run(scenario())
 
