@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from gyre.cell.kv_scheduler import SchedulerSide
 from gyre.cell.kv_worker import Load, WorkerSide
@@ -36,6 +37,26 @@ def transfer_config(page: str, transport_name: str, limit: int) -> dict[str, Any
     }
 
 
+def demand_whole_prefixes(config: KVCacheConfig) -> None:
+    """Check that there is one kind of cache, in which a request has a block for all of its tokens.
+
+    Raises:
+        ValueError: there is not: windows slide, or states stand for all that came before.
+    """
+    groups = config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    for spec in list(specs):
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            specs = [one for one in specs if one is not spec] + list(spec.kv_cache_specs.values())
+    if len(groups) != 1:
+        raise ValueError("serving.kv_handoff: this model has several kinds of KV cache; set serving.kv_handoff=false")
+    if odd := sorted({type(spec).__name__ for spec in specs if not isinstance(spec, FullAttentionSpec)}):
+        raise ValueError(
+            f"serving.kv_handoff: this model's KV cache ({', '.join(odd)}) keeps no block of every token; "
+            "set serving.kv_handoff=false"
+        )
+
+
 @dataclass
 class Loads(KVConnectorMetadata):
     """What the workers are to do in a step."""
@@ -48,10 +69,7 @@ class Handoff(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                "serving.kv_handoff: this model has several kinds of KV cache; set serving.kv_handoff=false"
-            )
+        demand_whole_prefixes(kv_cache_config)
         scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler = SchedulerSide(vllm_config, kv_cache_config) if scheduler else None
         self._worker = None if scheduler else WorkerSide(vllm_config, kv_cache_config)
