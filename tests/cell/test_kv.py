@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-from array import array
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre import config as configuration
-from gyre.cell.gate import Gate
 from gyre.cell.kv_index import ROOT, Chosen, Entry, Index, Ledger, extend, key
 from gyre.cell.kv_segment import (
     INDEX_AT,
@@ -38,42 +32,31 @@ from gyre.cell.kv_segment import (
     read_index,
     read_page,
 )
-from gyre.cell.kv_shared import Shared
-from gyre.cell.kv_socket import Socket
 from gyre.cell.kv_source import Source
-from gyre.cell.kv_transport import Address, Kind, Wanted, ready
-from gyre.cell.kv_worker import Load, WorkerSide
-from gyre.errors import UserError
-from tests.cell.test_gate import ToyControl
+from gyre.cell.kv_transport import Kind
+from gyre.cell.kv_worker import Load
+from tests.cell.kv_toys import (
+    CHOSEN,
+    MODEL,
+    PREFIX,
+    SECRET,
+    SIZE,
+    Caches,
+    ToyCore,
+    entries,
+    exported,
+    handoff_memory,
+    load_of,
+    look,
+)
 
-SIZE = 4  # tokens of a block here
-SECRET = "run's key"
-MODEL = b"m" * 16
-KIND = Kind(MODEL, SIZE)
 TOKENS = st.lists(st.integers(0, 3), max_size=24)
-
-
-def handoff_memory() -> list[str]:
-    """Descriptors of handoff memory that this process has open."""
-    names = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sorted(name for name in names if "memfd:gyre-kv" in name)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
     assert handoff_memory() == []
-
-
-def entries(tokens: list[int]) -> list[Entry]:
-    """The entries of a prefix's blocks, the last one perhaps not full."""
-    found: list[Entry] = []
-    for at in range(0, len(tokens), SIZE):
-        found.append(Entry.of(found[-1].key if found else ROOT, tokens[at : at + SIZE]))
-    return found
 
 
 def common(one: list[int], other: list[int]) -> int:
@@ -160,78 +143,6 @@ def test_bytes_that_are_no_page_plan_or_shard_are_refused_or_harmless(data):
             unpack(bytes(bytes_))
         with pytest.raises(Unavailable):
             unpack(b"\0" * len(whole))
-
-
-class Caches:
-    """A worker with caches of two layers, whose blocks stand in the first or in the second dimension."""
-
-    def __init__(self, blocks: int = 8, halves: bool = False, rank: int = 0, heads: int = 2) -> None:
-        shape = (2, blocks, heads, SIZE, 8) if halves else (blocks, heads, SIZE, 16)
-        self.caches = {name: torch.randn(shape) for name in ("layer.0", "layer.1")}
-        self.dim = 1 if halves else 0
-        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
-        self.worker = WorkerSide(config, SimpleNamespace(num_blocks=blocks))
-        self.worker.register(self.caches)
-
-    def block(self, number: int) -> list[torch.Tensor]:
-        return [cache.select(self.dim, number).clone() for cache in self.caches.values()]
-
-
-class ToyCore:
-    """An engine whose scheduler planned `chosen`, with a worker for each shard."""
-
-    def __init__(self, source: Source, workers: list[Caches], chosen: list[Chosen]) -> None:
-        self.shards = len(workers)
-        self.plans = 0
-        self.fault: Exception | None = None
-        self._source, self._workers, self._chosen = source, workers, chosen
-
-    async def plan(self) -> None:
-        self.plans += 1
-        page = read_page(self._source.path, self._source.tag)
-        if page.stage is Stage.EXPORTING:
-            with open(path_of(os.getpid(), page.plan), "wb") as file:
-                file.write(Plan(MODEL, SIZE, self._chosen).pack())
-
-    async def export(self, plan: str, shards: list[str], generation: int, policy: int) -> None:
-        if self.fault:
-            raise self.fault
-        for each in self._workers:
-            each.worker.export(plan, shards, generation, policy)
-
-
-PREFIX = list(range(10))  # two blocks and a half
-CHOSEN = [Chosen(entry, block, block == 1) for entry, block in zip(entries(PREFIX), (5, 3, 1), strict=True)]
-
-
-@contextlib.asynccontextmanager
-async def exported(workers: list[Caches] | None = None, timeout: float = 30.0, url: str = "http://127.0.0.1:1"):
-    """A source of epoch 4 and policy 2 that has left rollout, with what a request says of it."""
-    source = Source(SECRET, timeout)
-    try:
-        core = ToyCore(source, workers or [Caches()], CHOSEN)
-        source.attach(core)
-        source.serve(4, 2)
-        source.pin()
-        answer = await source.export()
-        assert answer["blocks"] == 3 and answer["bytes"] == source.bytes > 0
-        yield SimpleNamespace(
-            source=source,
-            core=core,
-            parameters={"address": source.address(url), "epoch": 4, "policy": 2},
-            wanted=Wanted(Address.decode(source.address(url), SECRET), 4, 2),
-            page=lambda: read_page(source.path, source.tag),
-        )
-    finally:
-        source.close()
-
-
-def look(wanted, tokens, kind=KIND, transport=None):
-    return (transport or Shared()).search(wanted, tokens, kind).poll(0.0)
-
-
-def load_of(found, pairs) -> Load:
-    return Load(found.generation, found.policy, found.tag, found.shards, pairs)
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -428,177 +339,3 @@ def test_a_shard_says_where_its_blocks_are():
     with mapped(path_of(os.getpid(), descriptor)) as memory, pytest.raises(Unavailable, match="without all"):
         check(memory, 1, 2, MODEL)
     os.close(descriptor)
-
-
-# -- words -----------------------------------------------------------------------------------------------------------
-ADDRESS = Address("0123abcd-4", 77, 5, b"t" * 16, "http://10.0.0.1:8000")
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_an_address_that_was_altered_is_no_address(data):
-    text = ADDRESS.encode(SECRET)
-    assert Address.decode(text, SECRET) == ADDRESS
-    at, letter = data.draw(st.integers(0, len(text) - 1)), data.draw(st.characters())
-    if (altered := text[:at] + letter + text[at + 1 :]) != text:
-        with pytest.raises(Unavailable):
-            Address.decode(altered, SECRET)
-    with pytest.raises(Unavailable):
-        Address.decode(text, "another run's key")
-
-
-JSON = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just({"address": "x"}) | st.just([])
-
-
-@settings(max_examples=100, deadline=None)
-@given(JSON, JSON, JSON)
-def test_nonsense_in_a_request_is_no_reason_to_fail(anything, epoch, policy):
-    for words in (anything, {"address": ADDRESS.encode(SECRET), "epoch": epoch, "policy": policy}):
-        with contextlib.suppress(Unavailable):
-            assert Wanted.of(words, SECRET).address == ADDRESS
-
-
-@pytest.mark.parametrize(
-    ("stage", "waited", "answer"),
-    [
-        (Stage.READY, 0, True),
-        (Stage.SERVING, 0, False),  # its order is on the way
-        (Stage.SERVING, 1, None),
-        (Stage.PINNING, 1, False),
-        (Stage.EXPORTING, 9, False),
-        (Stage.EXPORTING, 11, None),
-        (Stage.GONE, 0, None),
-        (Stage.HELD, 0, None),
-        (Stage.STARTED, 0, None),
-    ],
-)
-def test_an_export_on_its_way_is_waited_for_within_bounds(stage, waited, answer):
-    wanted = Wanted(ADDRESS, 5, 7)
-    page = replace(PAGE, stage=stage)
-    if answer is None:
-        with pytest.raises(Unavailable):
-            ready(page, wanted, waited)
-    else:
-        assert ready(page, wanted, waited) is answer
-
-
-# -- sockets ---------------------------------------------------------------------------------------------------------
-@contextlib.asynccontextmanager
-async def served(workers: list[Caches]):
-    """A source behind a gate on a port."""
-    async with exported(workers) as left:
-        gate = Gate(None, secret=SECRET, rank=0, control=ToyControl(None), kv=left.source)
-        server = uvicorn.Server(uvicorn.Config(gate, port=0, lifespan="off", log_level="error"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        left.wanted = replace(left.wanted, address=replace(left.wanted.address, url=f"http://127.0.0.1:{port}"))
-        try:
-            yield left
-        finally:
-            server.should_exit = True
-            await serving
-
-
-async def fetch(wanted, tokens, limit=1 << 20, secret=SECRET, kind=KIND):
-    search = Socket(secret, limit).search(wanted, tokens, kind)
-    while (found := search.poll(0.0)) is None:
-        await asyncio.sleep(0.01)
-    return found
-
-
-def test_blocks_come_over_a_socket_and_are_acknowledged():
-    async def scenario():
-        there = [Caches(rank=rank) for rank in (0, 1)]
-        async with served(there) as left:
-            found = await fetch(left.wanted, PREFIX)
-            assert (found.tokens, found.slots) == (10, (0, 1, 2))
-            while left.page().stage is Stage.READY:  # all was taken
-                await asyncio.sleep(0.02)
-            for source, target in zip(there, (Caches(rank=0), Caches(rank=1)), strict=True):
-                target.worker.load([load_of(found, [(7, 0), (6, 1), (5, 2)])])
-                assert target.worker.failed() == set()
-                for mine, theirs in ((7, 5), (6, 3), (5, 1)):
-                    assert all(map(torch.equal, target.block(mine), source.block(theirs)))
-            found.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_socket_gives_nothing_to_strangers_and_nothing_that_is_not_wanted():
-    async def scenario():
-        async with served([Caches()]) as left:
-            for wrong in (
-                {"secret": "x"},
-                {"limit": 100},
-                {"kind": Kind(b"x" * 16, SIZE)},
-                {"wanted": replace(left.wanted, policy=1)},
-                {"wanted": replace(left.wanted, address=replace(left.wanted.address, tag=b"x" * 16))},
-            ):
-                with pytest.raises(Unavailable):
-                    await fetch(**{"wanted": left.wanted, "tokens": PREFIX, **wrong})
-            assert left.page().stage is Stage.READY
-            left.source.release("test")
-            with pytest.raises(Unavailable, match="gone"):
-                await fetch(left.wanted, PREFIX)
-        with pytest.raises(Unavailable):
-            await fetch(left.wanted, PREFIX)  # nobody listens any more
-
-    asyncio.run(scenario())
-
-
-def test_odd_requests_for_blocks_are_answered():
-    async def ask(source, method, path, body=b""):
-        sent = []
-        message = {"type": "http.request", "body": body, "more_body": False}
-
-        async def receive():
-            return message
-
-        async def send(message):
-            sent.append(message)
-
-        await source.http(method, path, receive, send)
-        return sent[0]["status"]
-
-    async def scenario():
-        async with exported() as left:
-            source = left.source
-            assert await ask(source, "GET", "/gyre/kv/page") == 200
-            assert await ask(source, "GET", "/gyre/kv/index/0") == 200
-            for method, path in (("GET", "/gyre/kv/../x"), ("PUT", "/gyre/kv/page"), ("GET", "/gyre/kv/")):
-                assert await ask(source, method, path) == 404
-            for path in ("/gyre/kv/index/9", "/gyre/kv/index/-1"):
-                assert await ask(source, "GET", path) == 410
-            assert await ask(source, "GET", "/gyre/kv/index/x") == 400
-            for body in (b"", b"[]", b"{", b"{}", *map(json.dumps, ({"shard": 0}, {"shard": "0", "slots": []}))):
-                body = body if isinstance(body, bytes) else body.encode()
-                assert await ask(source, "POST", "/gyre/kv/blocks", body) in (400, 410)
-            for slots in ([3], [-1], ["0"], [True], 5):
-                body = json.dumps({"shard": 0, "generation": 4, "slots": slots}).encode()
-                assert await ask(source, "POST", "/gyre/kv/blocks", body) == 400
-            late = json.dumps({"shard": 0, "generation": 3, "slots": [0]}).encode()
-            assert await ask(source, "POST", "/gyre/kv/blocks", late) == 410
-            assert await ask(source, "POST", "/gyre/kv/taken", late) == 200
-            assert left.page().stage is Stage.READY
-            assert await ask(source, "POST", "/gyre/kv/blocks", b"0" * (5 << 20)) == 413
-
-    asyncio.run(scenario())
-
-
-def test_entries_keep_their_tokens():
-    assert Entry.of(ROOT, [1, 2]).tokens == array("i", [1, 2])
-
-
-def test_engines_without_kv_cannot_hand_it_off():
-    timed = {"engine": {"kind": "timed"}, "train": {"updates": 1, "kind": "timed"}, "serving": {"kv_handoff": True}}
-    rest = {
-        "model": {"path": "gyre:timed"},
-        "tasks": {"path": "tasks.jsonl"},
-        "harness": {"command": ["true"], "score": {"command": ["true"]}},
-        "cells": {"count": 1, "slots": 1, "gpus": 0},
-        "scheduler": {"batch_groups": 1, "group_size": 2},
-    }
-    with pytest.raises(UserError, match=r"engine.kind timed has no KV cache to hand off; set serving.kv_handoff=false"):
-        configuration.build(timed | rest)
