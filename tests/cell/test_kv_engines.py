@@ -182,6 +182,41 @@ def test_blocks_that_cannot_be_loaded_are_computed(pair):
     pair.run(scenario())
 
 
+def test_loads_that_fail_among_many_requests_end_none_and_change_none(pair):
+    """Some load, some fail to, some are left by their clients in the middle of it; prefixes are shared."""
+
+    async def scenario():
+        chance = random.Random(5)
+        for turn in range(2):
+            source, target = await pair.opened()
+            together = prompt(300 + turn, 120)
+            moved = await source.cut_off(*(together + prompt(310 + n, 60 + 40 * n)[1:] for n in range(4)), tokens=10)
+            page = read_page(pair.address().page, pair.address().tag)
+
+            async def alter(shard: str = path_of(pair.address().pid, page.fds[0])):
+                await asyncio.sleep(chance.uniform(0, 0.1))
+                with contextlib.suppress(FileNotFoundError), open(shard, "r+b") as file:
+                    file.seek(8 + 8 + 8 + 16)
+                    file.write(b"x" * 16)
+
+            async def ask(each, there=target):
+                await asyncio.sleep(chance.uniform(0, 0.2))
+                asked = there.complete(each.prompt + each.sampled, max_tokens=8, kv=each.kv)
+                with contextlib.suppress(TimeoutError):
+                    return await asyncio.wait_for(asked, 0.05 if chance.random() < 0.3 else None)
+
+            altering = asyncio.create_task(alter())
+            rests = await asyncio.gather(*(ask(each) for each in moved * 3))
+            await altering
+            for each, rest in zip(moved * 3, rests, strict=True):
+                later = await target.complete(each.prompt + each.sampled, max_tokens=8)  # with what they left cached
+                await check_exact(source, each, later)
+                if rest is not None:
+                    await check_exact(source, each, rest)
+
+    pair.run(scenario())
+
+
 def test_what_nobody_takes_is_dropped(pair):
     async def scenario():
         source, target = await pair.opened()

@@ -50,6 +50,8 @@ class World:
     version: int = 0
     executions: int = 0
     over: bool = False
+    handoff: bool = False  # engines hand KV over when they leave
+    handed: list[int] = field(default_factory=list)  # blocks, each time
 
     # -- life --------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -77,6 +79,7 @@ class World:
             slots=24,
             scratch=str(self.directory / "scratch"),
             args=ENGINE_ARGS,
+            kv={"transport": "auto", "limit": 1 << 30, "timeout": 20.0} if self.handoff else None,
         )
         begun = time.monotonic()
         engine = await EngineProcess.start(settings, self.directory / f"engine-{rank}.log")
@@ -127,7 +130,9 @@ class World:
 
     def route(self, rank: int) -> dict:
         """What is published of an engine that serves."""
-        return {"url": self.engines[rank].url, "epoch": self.epochs[rank], "policy": self.policies[rank]}
+        there = self.engines[rank]
+        route = {"url": there.url, "epoch": self.epochs[rank], "policy": self.policies[rank]}
+        return route | {"kv": there.kv} if self.handoff else route
 
     async def withdraw(self, rank: int) -> None:
         """Take an engine's route away, and move its executions to those that serve; without any they are held."""
@@ -165,6 +170,8 @@ class World:
         await self.withdraw(rank)
         assert await engine.close() == 0
         tokens = await self.demand_zero(rank, "closed")
+        if self.handoff:
+            self.handed.append((await engine.export())["blocks"])
         asleep = rng.random() < 0.8
         if asleep:
             held = (await engine.sleep())["bytes"]

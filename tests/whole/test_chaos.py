@@ -273,9 +273,9 @@ def demand_nothing_left(world: World, before: dict[int, str], descriptors: int) 
     assert "Traceback" not in text, text[-4000:]
 
 
-def run(directory: Path, seconds: float, crashes: int, capsys: pytest.CaptureFixture) -> None:
+def run(directory: Path, seconds: float, crashes: int, capsys: pytest.CaptureFixture, handoff: bool = False) -> None:
     """The whole test, for so many seconds of chaos."""
-    world = World(directory, random.Random(7))
+    world = World(directory, random.Random(7), handoff=handoff)
     before, descriptors = family(), len(os.listdir("/proc/self/fd"))
     harvest, figures = asyncio.run(asyncio.wait_for(scenario(world, seconds, crashes), 20 * seconds + 600))
     with capsys.disabled():
@@ -298,3 +298,9 @@ def test_roles_change_at_random_and_no_client_notices(tmp_path, fork_server, cap
 @pytest.mark.full
 def test_three_minutes_of_chaos(tmp_path, fork_server, capsys):
     run(tmp_path, 180, 4, capsys)
+
+
+@pytest.mark.whole
+@pytest.mark.full
+def test_chaos_with_kv_handed_over(tmp_path, fork_server, capsys):
+    run(tmp_path, 60, 1, capsys, handoff=True)
