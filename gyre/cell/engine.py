@@ -159,18 +159,22 @@ def kv_flags(settings: Any, source: Source | None) -> list[str]:
     """Flags, and the environment, by which vLLM has the connector of a KV handoff.
 
     Raises:
-        UserError: the configuration's own flags have a connector too.
+        UserError: the configuration's own flags have a connector too, or want what does not go with one.
     """
     if source is None:
         return []
     from gyre.cell.kv_connector import transfer_config
     from gyre.cell.kv_scheduler import KEY_VARIABLE
 
-    if "kv-transfer-config" in {key.replace("_", "-") for key in settings.args}:
+    own = {key.replace("_", "-"): value for key, value in settings.args.items()}
+    if "kv-transfer-config" in own:
         raise UserError("serving.kv_handoff has a connector of its own; remove engine.args.kv-transfer-config")
+    if own.get("async-scheduling"):
+        raise UserError("serving.kv_handoff does not go with engine.args.async-scheduling; remove one of them")
     os.environ[KEY_VARIABLE] = settings.secret
     config = transfer_config(source.path, settings.kv["transport"], settings.kv["limit"])
-    return flags({"kv-transfer-config": config})
+    # Where a load fails, vLLM takes the step's token back, but not that of a step that it has scheduled behind it.
+    return flags({"kv-transfer-config": config, "async-scheduling": False})
 
 
 def load_libraries() -> None:

@@ -11,12 +11,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from gyre.cell import kv_scheduler
+from gyre.cell.engine import kv_flags
 from gyre.cell.kv_connector import demand_whole_prefixes
 from gyre.cell.kv_index import Match
 from gyre.cell.kv_scheduler import KEY_VARIABLE, SchedulerSide
 from gyre.cell.kv_segment import Plan, Unavailable, fresh_tag, nameless
 from gyre.cell.kv_source import Source
 from gyre.cell.kv_transport import Address, Found
+from gyre.errors import UserError
 
 SIZE, SECRET = 4, "run's key"
 
@@ -262,3 +264,13 @@ def test_caches_that_forget_are_refused():
     for refused in ((window,), (whole, whole)):
         with pytest.raises(ValueError, match="set serving.kv_handoff=false"):
             demand_whole_prefixes(config(*refused))
+
+
+def test_no_step_is_scheduled_on_a_token_that_a_failed_load_takes_back(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, SECRET)
+    settings = SimpleNamespace(args={}, secret=SECRET, kv={"transport": "auto", "limit": 1, "timeout": 1.0})
+    source = SimpleNamespace(path="/proc/1/fd/1")
+    assert "--no-async-scheduling" in kv_flags(settings, source)
+    settings.args = {"async_scheduling": True}
+    with pytest.raises(UserError, match="remove one of them"):
+        kv_flags(settings, source)
