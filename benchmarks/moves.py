@@ -37,6 +37,7 @@ from rich.table import Table
 from gyre import config as configuration
 from gyre import models
 from gyre.attempt import RankContext, store_prefix
+from gyre.cell import supervisor
 from gyre.cell.supervisor import CellSupervisor
 from gyre.child import Child
 from gyre.events import Event, RoleReached, UpdateDone
@@ -93,7 +94,7 @@ class Watched(CellSupervisor):
             if (call := getattr(self._engine, name, None)) is not None:
                 setattr(self._engine, name, self._timed(call, lambda *args, name=name: f"{name} {args}"))
         self._trainer.call = self._timed(self._trainer.call, lambda operation, *_: f"trainer {operation}")
-        self._load = self._timed(self._load, lambda *_: "load")
+        supervisor.load_snapshot = self._timed(supervisor.load_snapshot, lambda *_: "load")
 
     def _timed(self, call: Callable[..., Awaitable[Any]], name: Callable[..., str]) -> Callable[..., Awaitable[Any]]:
         async def timed(*args: Any, **more: Any) -> Any:

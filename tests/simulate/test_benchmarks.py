@@ -14,9 +14,17 @@ BENCHMARKS = sorted(PLACE.glob("[a-z]*.py"))  # as `make bench` runs them
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_every_benchmark_has_a_short_form_and_writes_its_figures(path: Path, tmp_path: Path) -> None:
+def test_every_benchmark_has_a_short_form(path: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "--quick" in done.stdout and "--json OUT" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_the_short_form_runs_and_writes_its_figures(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, path, "--quick", "--json", tmp_path / "figures.json"]
+    subprocess.run(command, cwd=PLACE.parent, check=True, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "figures.json").read_text())
 
 
 def test_figures_of_another_scheduler_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
