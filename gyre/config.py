@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -75,7 +75,7 @@ class HarnessConfig(_Section):
     tries: int = Field(2, ge=1, description="Tries of an execution when the infrastructure fails it.")
     score: ScoreConfig
     env: dict[str, str] = Field(default_factory=dict, description="Extra environment of the harness.")
-    models: list[str] = Field(
+    models: list[Annotated[str, Field(pattern=r"^\S+$")]] = Field(
         default_factory=list,
         description="Names beside its own under which the model is answered to agents that insist on one; `*` stands "
         "for any part of a name.",

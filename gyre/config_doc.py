@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -21,7 +21,7 @@ _INTRO = """# Configuration
 
 A run is described by one YAML file. `key=value` on the command line overrides a key of it:
 
-    launch.py run configs/quickstart.yaml train.updates=12 harness.score.timeout=30
+    ./launch.py run configs/quickstart.yaml train.updates=12 harness.score.timeout=30
 
 Values are YAML. An unknown key, a missing one, or a value out of range ends with exit code 2 and one line that says
 what to change, before anything starts. The resolved configuration is saved as `config.yaml` in the run directory, and
@@ -59,6 +59,8 @@ def type_words(annotation: Any) -> str:
         words = " or ".join(f"`{value}`" for value in get_args(bare))
     elif get_origin(bare) is list:
         words = f"list of {type_words(get_args(bare)[0])}"
+    elif get_origin(bare) is Annotated:
+        words = type_words(get_args(bare)[0])
     elif get_origin(bare) is tuple:
         words = f"{len(get_args(bare))} {type_words(get_args(bare)[0])}s"
     elif get_origin(bare) is dict:

@@ -1,7 +1,7 @@
 """Has mini-swe-agent solve the task: a Git repository in the workspace, in which tests fail.
 
-mini-swe-agent is used as it is (`pip install mini-swe-agent==2.4.6`); it finds the model by OPENAI_BASE_URL. What it
-changed is in the workspace, and its conversation in .git/trajectory.json.
+mini-swe-agent is used as it is (`.venv/bin/pip install mini-swe-agent==2.4.6`); it finds the model by OPENAI_BASE_URL.
+What it changed is in the workspace, and its conversation in .git/trajectory.json.
 """
 
 import json
@@ -24,7 +24,7 @@ def main() -> None:
     """Make the repository, and become the agent."""
     task = json.loads(Path(os.environ["GYRE_TASK"]).read_text())
     if (program := shutil.which("mini")) is None:
-        sys.exit("mini is not on PATH; pip install mini-swe-agent==2.4.6")
+        sys.exit("mini is not on PATH; .venv/bin/pip install mini-swe-agent==2.4.6")
     shutil.copytree(REPOSITORIES / task["repository"], ".", dirs_exist_ok=True)
     git("init", "-b", "main")
     git("add", "--all")
