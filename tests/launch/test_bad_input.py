@@ -55,7 +55,7 @@ def run(tmp_path, data, *overrides, **extra):
         ({"harness": {"command": ["/no/such/agent"]}}, ["harness.command", "/no/such/agent", "no such file"]),
         ({"harness": {"command": ["./agent"]}}, ["harness.command", "{root}/agent"]),
         ({"harness": {"command": ["python3", "{root}/agent.py"]}}, ["harness.command", "agent.py"]),
-        ({"harness": {"models": ["a name"]}}, ["harness.models.0", "a name"]),
+        ({"harness": {"command": ["true"], "models": ["a name"]}}, ["harness.models.0", "a name"]),
         ({"harness": {"command": []}}, ["harness.command"]),
         ({"cells": {"count": 1, "slots": 1, "gpus": 99}}, ["99 GPUs", "cells.gpus=0"]),
         ({"network": {"interface": "ib7"}}, ["network.interface", "ib7"]),
