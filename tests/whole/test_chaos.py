@@ -12,7 +12,7 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -203,14 +203,18 @@ def furthest_from_transformers(model: Path, answers: list[tuple[Told, CallRecord
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
-def family() -> dict[int, str]:
-    """This process's descendants; forked engines are the fork server's children, and it is one of them."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
+def family(others: Collection[int] = ()) -> dict[int, str]:
+    """This process's descendants but `others` and what those start; forked engines are the fork server's children."""
+    found, known = {}, {*others}
+    for process in psutil.Process().children(recursive=True):  # parents before their children
         try:
-            found[process.pid] = " ".join(process.cmdline())[:200]
+            pid, parent, words = process.pid, process.ppid(), " ".join(process.cmdline())[:200]
         except psutil.Error:
             continue
+        if parent in known and process.pid not in known:
+            known.add(pid)  # say, of a Slurm that other tests go on to use
+        if pid not in known:
+            found[pid] = words
     return found
 
 
@@ -261,8 +265,9 @@ def most_spans(harvest: Harvest) -> int:
 def demand_nothing_left(world: World, before: dict[int, str], descriptors: int) -> None:
     """No process, shared memory, socket or file of an engine or the proxy is there any more."""
     deadline = time.monotonic() + 10
+    others = [pid for pid, words in before.items() if "gyre.cell.zygote" not in words]
     while (
-        left := {pid: words for pid, words in family().items() if pid not in before}
+        left := {pid: words for pid, words in family(others).items() if pid not in before}
     ) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes are left: {left}"
