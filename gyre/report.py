@@ -141,7 +141,8 @@ def _conversations(counts: dict[str, int]) -> str:
         return ""
     line = f"{words.count(spliced, 'request')} of {spliced + forked} went on from the tokens that were sampled"
     if drifted := counts["drifted"]:
-        line += f", where {drifted / spliced:.0%} would have been encoded otherwise ({counts['drift_tokens']:,} tokens)"
+        share = f"{drifted:,} of which ({drifted / spliced:.0%})"
+        line += f", {share} would have been encoded otherwise ({counts['drift_tokens']:,} tokens)"
     return line + (f"; {forked} forked ({forked / (spliced + forked):.0%})" if forked else "")
 
 
