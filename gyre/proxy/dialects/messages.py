@@ -9,7 +9,7 @@ import msgspec
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import Invalid, Json
 from gyre.proxy.dialects.intake import Intake
-from gyre.proxy.dialects.reading import objects, optional, path, positive, required, texts
+from gyre.proxy.dialects.reading import objects, optional, path, positive, refuse, required, texts
 
 #: The member of a tool's input that holds arguments which are no JSON object; Anthropic's advice for such a case.
 BROKEN = "INVALID_JSON"
@@ -27,9 +27,7 @@ def to_chat(body: Json, max_context: int, intake: Intake | None = None, counting
     Raises:
         Invalid: it is no such request, or asks for what is not offered here.
     """
-    for key in _REFUSED:
-        if body.get(key):
-            raise Invalid("is not offered here", key)
+    refuse(body, _REFUSED)
     intake = intake or Intake()
     messages = _system(body)
     given = objects(required(body, "messages", list), "messages")

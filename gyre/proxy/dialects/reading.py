@@ -5,6 +5,7 @@ Whatever is wrong with a body ends in one `Invalid` that names the field; nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -84,6 +85,13 @@ def required(body: Json, key: str, kinds: type | tuple[type, ...], where: str = 
     if body.get(key) is None:
         raise Invalid("is missing", path(where, key))
     return demand(body[key], kinds, path(where, key))
+
+
+def refuse(body: Json, keys: Iterable[str]) -> None:
+    """Raise Invalid where a body asks for one of these."""
+    for key in keys:
+        if body.get(key):
+            raise Invalid("is not offered here", key)
 
 
 def objects(values: list[Any], where: str) -> list[Json]:

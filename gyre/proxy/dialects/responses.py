@@ -7,7 +7,7 @@ import msgspec
 from gyre.proxy.dialects import hidden
 from gyre.proxy.dialects.errors import Invalid, Json
 from gyre.proxy.dialects.intake import Intake
-from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, required
+from gyre.proxy.dialects.reading import demand, objects, optional, path, positive, refuse, required
 from gyre.proxy.dialects.responses_store import Store
 from gyre.proxy.dialects.responses_tools import SEARCH, chat_name, custom_arguments, searched, tools_of
 
@@ -23,9 +23,7 @@ def to_chat(body: Json, max_context: int, store: Store, intake: Intake | None = 
     Raises:
         Invalid: it is no such request, or asks for what is not offered here.
     """
-    for key in _REFUSED:
-        if body.get(key):
-            raise Invalid("is not offered here", key)
+    refuse(body, _REFUSED)
     intake = intake or Intake()
     new = _input(body, store, intake)
     before: list[Json] = []
