@@ -5,11 +5,22 @@ import pytest
 from tests.whole.support import Place
 
 
-@pytest.fixture
-def place(tmp_path, fork_server):
+def leaving_nothing(path):
     """A `Place`; the test fails where something is left behind."""
-    here = Place(tmp_path / "p")
+    here = Place(path)
     yield here
     left = here.leftovers()
     here.kill_everything()
     assert not left
+
+
+@pytest.fixture
+def place(tmp_path, fork_server):
+    """A place whose engines are forked from the tests' fork server."""
+    yield from leaving_nothing(tmp_path / "p")
+
+
+@pytest.fixture
+def light_place(tmp_path):
+    """A place for stand-in engines, which need no fork server."""
+    yield from leaving_nothing(tmp_path / "p")

@@ -10,21 +10,11 @@ import pytest
 
 from gyre.proxy.recorder import read_records
 from tests.whole import agents
-from tests.whole.support import ROOT, Place, assert_whole
+from tests.whole.support import ROOT, assert_whole
 
 pytestmark = pytest.mark.whole
 
 EXAMPLE = ROOT / "examples/repair"
-
-
-@pytest.fixture
-def place(tmp_path):
-    """A place that needs no fork server; the test fails where something is left behind."""
-    here = Place(tmp_path / "p")
-    yield here
-    left = here.leftovers()
-    here.kill_everything()
-    assert not left
 
 
 def scorer():
@@ -34,12 +24,12 @@ def scorer():
     return module
 
 
-def test_mini_swe_agent_repairs_a_repository(place):
+def test_mini_swe_agent_repairs_a_repository(light_place):
     path = f"{agents.environment() / 'bin'}{os.pathsep}{os.environ['PATH']}"
     options = ("cells.count=1", "scheduler.batch_groups=1", "train.updates=1", "tasks.shuffle=false")
-    code = place.launch("run", ROOT / "configs/repair.yaml", *options, "--name", "repair", timeout=240, PATH=path)
-    assert code == 0, place.output()
-    run = place.run("repair")
+    code = light_place.launch("run", ROOT / "configs/repair.yaml", *options, "--name", "repair", timeout=240, PATH=path)
+    assert code == 0, light_place.output()
+    run = light_place.run("repair")
     assert_whole(run.summary)
     assert run.summary["updates"] == 1 and run.summary["requests"]["total"] == 10
     outcomes = {n: json.loads(outcome) for n, outcome in run.outcomes().items()}

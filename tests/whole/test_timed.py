@@ -6,22 +6,12 @@ import random
 
 import pytest
 
-from tests.whole.support import Place, assert_whole, tiny
+from tests.whole.support import assert_whole, tiny
 
 pytestmark = pytest.mark.whole
 
 
-@pytest.fixture
-def place(tmp_path):
-    """A place that needs no fork server; the test fails where something is left behind."""
-    here = Place(tmp_path / "p")
-    yield here
-    left = here.leftovers()
-    here.kill_everything()
-    assert not left
-
-
-def test_timed_cells_change_roles_for_a_trace(place, tmp_path):
+def test_timed_cells_change_roles_for_a_trace(light_place, tmp_path):
     config = tiny(
         tmp_path,
         model={"path": "gyre:timed", "max_context": 1024},
@@ -38,8 +28,8 @@ def test_timed_cells_change_roles_for_a_trace(place, tmp_path):
     draw = random.Random(1)
     tasks = [{"id": f"t{i}", "tokens": [draw.choice((10, 20, 60)) for _ in range(3)], "requests": 2} for i in range(12)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    assert place.launch("run", config, "--name", "timed", timeout=120) == 0, place.output()
-    run = place.run("timed")
+    assert light_place.launch("run", config, "--name", "timed", timeout=120) == 0, light_place.output()
+    run = light_place.run("timed")
     summary = run.summary
     assert_whole(summary)
     assert summary["updates"] == summary["policy_version"] == 3
