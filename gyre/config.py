@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from gyre.config_section import Section
+from gyre.config_train import TrainConfig
 from gyre.errors import UserError
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = Field(
@@ -32,14 +30,14 @@ class ModelConfig(_Section):
     max_context: int = Field(4096, ge=32, description="Tokens of prompt and answer together, per request.")
 
 
-class TasksConfig(_Section):
+class TasksConfig(Section):
     """The tasks that executions run."""
 
     path: str = Field(description="JSON Lines: one object a line with an `id`; the rest is the harness's business.")
     shuffle: bool = Field(True, description="Visit the tasks in a seeded random order, another one every round.")
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """Limits of one harness process group; null means none."""
 
     memory_mb: int | None = Field(None, ge=16, description="Address space of one harness process, in MiB.")
@@ -47,7 +45,7 @@ class LimitsConfig(_Section):
     output_mb: int = Field(64, ge=1, description="Harness output kept in its log, in MiB; the rest is dropped.")
 
 
-class ScoreConfig(_Section):
+class ScoreConfig(Section):
     """How a finished execution is scored: exactly one of command and function."""
 
     command: list[str] | None = Field(
@@ -65,7 +63,7 @@ class ScoreConfig(_Section):
         return self
 
 
-class HarnessConfig(_Section):
+class HarnessConfig(Section):
     """The user's agent: any command that talks to an OpenAI- or Anthropic-style endpoint."""
 
     command: list[str] = Field(
@@ -84,7 +82,7 @@ class HarnessConfig(_Section):
     keep_workspaces: Literal["all", "failed", "none"] = Field("failed", description="Workspaces kept after scoring.")
 
 
-class CellsConfig(_Section):
+class CellsConfig(Section):
     """The GPU cells."""
 
     count: int = Field(ge=1, description="Cells, each the GPUs of one rank, changing role together.")
@@ -93,14 +91,14 @@ class CellsConfig(_Section):
     gpus: int = Field(1, ge=0, description="GPUs of one cell, all on one node; 0 runs on the CPU.")
 
 
-class HostsConfig(_Section):
+class HostsConfig(Section):
     """The harness hosts, one rank per CPU node."""
 
     count: int = Field(1, ge=1, description="Harness hosts.")
     executions: int = Field(256, ge=1, description="Live executions that one host runs at the most.")
 
 
-class TimedEngineConfig(_Section):
+class TimedEngineConfig(Section):
     """How fast a timed engine is; it computes nothing."""
 
     tokens_per_second: float = Field(20.0, gt=0, le=1e6, description="Tokens that a request alone gets in a second.")
@@ -114,7 +112,7 @@ class TimedEngineConfig(_Section):
     wake_seconds: float = Field(0.0, ge=0, le=600, description="Seconds that taking it back takes, before the load.")
 
 
-class ScriptedEngineConfig(_Section):
+class ScriptedEngineConfig(Section):
     """The answers that a scripted engine replays; docs/scripted-engine.md has the format."""
 
     answers: str = Field(min_length=1, description="JSON Lines: an answer a line, and when it is given.")
@@ -123,7 +121,7 @@ class ScriptedEngineConfig(_Section):
     )
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """The inference engine of a cell."""
 
     kind: Literal["vllm", "timed", "scripted"] = Field(
@@ -160,7 +158,7 @@ class EngineConfig(_Section):
         return (self.timed or TimedEngineConfig()) if self.kind == "timed" else None
 
 
-class ServingConfig(_Section):
+class ServingConfig(Section):
     """How requests reach engines."""
 
     max_lag: int = Field(2, ge=1, description="An engine more than this many policy versions behind is unrouted.")
@@ -178,7 +176,7 @@ class ServingConfig(_Section):
     kv_timeout: float = Field(30.0, gt=0, description="Seconds after which KV blocks that nobody took are dropped.")
 
 
-class ElasticConfig(_Section):
+class ElasticConfig(Section):
     """What the elastic policy does beyond thresholds; docs/scheduling.md has the gain of each."""
 
     gain: bool = Field(
@@ -196,7 +194,7 @@ class ElasticConfig(_Section):
     )
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     """When cells change role, and how much is dispatched."""
 
     policy: Literal["elastic", "colocate", "async", "async-stream"] = Field(
@@ -220,61 +218,13 @@ class SchedulerConfig(_Section):
     top_ups: int = Field(3, ge=0, description="Top-up quotas that a starved batch may get before it closes short.")
 
 
-class TimedTrainConfig(_Section):
-    """How long a timed trainer takes for a micro-step: the sum of these. It computes nothing."""
-
-    seconds_per_micro_step: float = Field(0.0, ge=0, le=600, description="Seconds for each micro-step.")
-    seconds_per_row: float = Field(
-        0.0, ge=0, le=600, description="Seconds for each row in it; an execution with one conversation is one row."
-    )
-    seconds_per_token: float = Field(0.0, ge=0, le=1, description="Seconds for each token in it, padding included.")
-
-
-class TrainConfig(_Section):
-    """The training of a batch."""
-
-    kind: Literal["deepspeed", "timed"] = Field(
-        "deepspeed", description="The trainer; timed: it waits for a configured time and moves the weights a little."
-    )
-    updates: int = Field(ge=1, description="Optimizer steps of the whole run.")
-    updates_per_batch: int = Field(1, ge=1, description="Optimizer steps that a batch's groups are split over.")
-    objective: Literal["grpo"] = Field("grpo", description="The loss.")
-    advantages: Literal["group", "shuffled"] = Field(
-        "group", description="group: relative to the group; shuffled: the control that must not learn."
-    )
-    lr: float = Field(1.0e-6, gt=0, description="Learning rate of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
-    clip_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
-    clip_ratio: float = Field(0.2, gt=0, lt=1, description="The importance ratio is clipped to 1 - this, 1 + this.")
-    zero_stage: Literal[2, 3] = Field(2, description="DeepSpeed ZeRO stage of the core.")
-    offload_optimizer: bool = Field(False, description="Keep the core's optimizer state in CPU memory.")
-    stages: Literal[1] = Field(1, description="Pipeline stages of a cell.")
-    shards: Literal[1] = Field(1, description="ZeRO shards of a cell.")
-    micro_tokens: int = Field(8192, ge=32, description="Token budget of a micro-step.")
-    max_staleness: int = Field(2, ge=0, description="A group sampled more policy versions ago than this is dropped.")
-    threads: int = Field(1, ge=1, description="CPU threads of a trainer.")
-    timed: TimedTrainConfig | None = Field(None, description="With kind timed: how long a micro-step takes.")
-
-    @model_validator(mode="after")
-    def _of_a_kind(self) -> TrainConfig:
-        if self.timed is not None and self.kind != "timed":
-            raise ValueError("timed has no effect with kind deepspeed; set train.kind=timed, or remove train.timed")
-        return self
-
-    @property
-    def times(self) -> TimedTrainConfig:
-        """How long a timed trainer takes, its defaults where nothing is configured."""
-        return self.timed or TimedTrainConfig()
-
-
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """What is kept for a resume. Every published policy is committed first (invariant 15), so there is no interval."""
 
     keep: int = Field(2, ge=1, description="Latest commits kept.")
 
 
-class PlacementConfig(_Section):
+class PlacementConfig(Section):
     """Slurm resources of one het group."""
 
     partition: str | None = Field(None, description="Partition; the cluster's default when null.")
@@ -284,7 +234,7 @@ class PlacementConfig(_Section):
     constraint: str | None = Field(None, description="Node features.")
 
 
-class SlurmConfig(_Section):
+class SlurmConfig(Section):
     """What Slurm is asked for, and how ranks start there."""
 
     time: str = Field("24:00:00", description="Time limit.")
@@ -300,7 +250,7 @@ class SlurmConfig(_Section):
     )
 
 
-class NetworkConfig(_Section):
+class NetworkConfig(Section):
     """Ports, interface and node-local scratch of a run."""
 
     port_base: int = Field(
@@ -315,7 +265,7 @@ class NetworkConfig(_Section):
     alive_timeout: float = Field(30.0, gt=0, description="Seconds of silence after which a rank counts as lost.")
 
 
-class Config(_Section):
+class Config(Section):
     """A run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Runs land in logs/<name>-<time>.")
@@ -354,7 +304,26 @@ class Config(_Section):
                 f"({scheduler.lookahead:g}): with less, groups are dropped and topped up for ever"
             )
         self._check_kinds()
+        self._check_workers()
         return self
+
+    def _check_workers(self) -> None:
+        """Every GPU of a cell has a worker, and stages pass activations on in ways that ZeRO 3 does not allow."""
+        train, gpus = self.train, self.cells.gpus
+        if gpus and gpus % train.stages:
+            raise ValueError(f"cells.gpus ({gpus}) must be a multiple of train.stages ({train.stages})")
+        if gpus and train.stages * self.shards != gpus:
+            raise ValueError(
+                f"train.stages x train.shards ({train.stages} x {self.shards}) must be cells.gpus ({gpus}), a worker "
+                f"to a GPU; set train.shards={gpus // train.stages}, or leave it away"
+            )
+        if train.kind == "timed" and self.workers > 1:
+            raise ValueError("train.kind timed has one worker; remove train.stages and train.shards")
+        if train.stages > 1 and train.zero_stage == 3:
+            raise ValueError(
+                "train.zero_stage 3 gathers the weights of a layer for one micro-step at a time, and a pipeline has "
+                "several under way; set train.zero_stage=2, or train.stages=1"
+            )
 
     def _check_kinds(self) -> None:
         """Refuse kinds that compute nothing where real ones would meet what they leave out."""
@@ -410,6 +379,18 @@ class Config(_Section):
         """The file that a scripted engine replays; a relative path starts where Gyre was started."""
         scripted = self.engine.scripted
         return None if scripted is None else Path(self.root, Path(scripted.answers).expanduser())
+
+    @property
+    def shards(self) -> int:
+        """ZeRO shards of each stage of a cell."""
+        if self.train.kind == "timed":
+            return self.train.shards or 1
+        return self.train.shards or max(1, self.cells.gpus // self.train.stages)
+
+    @property
+    def workers(self) -> int:
+        """Training processes of a cell: its stages times its shards."""
+        return self.train.stages * self.shards
 
     @property
     def batches(self) -> int:

@@ -16,6 +16,8 @@ from tests.test_rooms import IMPURE, MODULES, PURE, ROOT, imports
 #: By room, as in docs/architecture.md: everything that a simulator has to be able to drive, or a test to predict.
 MUST_BE_PURE = {
     "gyre.config",
+    "gyre.config_section",
+    "gyre.config_train",
     "gyre.errors",
     "gyre.events",
     "gyre.splice",

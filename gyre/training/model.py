@@ -70,7 +70,7 @@ class CellModel:
         self.model = model
         self.scorer = Scorer(model)
         self.device = device
-        self.clip = config.clip_ratio
+        self.clip = config.clip_ratio or 0.2
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [parameter for _, parameter in model.named_parameters()]
         self.specs = [Spec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
