@@ -1,8 +1,8 @@
-"""From samples to micro-steps: rows under a token budget, laid out for a trainer, and their wire format. Pure.
+"""From samples to micro-steps: which go together under a token budget, their layout, and their wire format. Pure.
 
-A micro-step is a right-padded matrix of whole samples of like length. Attention is causal, so padding on the right
-needs no mask, and on a CPU this beats one long row with a block mask. Only tokens that are trained on carry further
-numbers, so a trainer computes logits for those positions alone.
+A micro-step is one row of whole samples, one after the other, without padding. Positions restart at each sample and
+attention stays within it, so packed samples know nothing of each other. Only tokens that are trained on carry further
+numbers, so a trainer computes logits for those places alone.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Row:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """The smallest piece of training work: R rows of width W with m trained tokens in them.
+    """The smallest piece of training work: T tokens of k samples, with m trained tokens among them.
 
-    The k-th trained token is `tokens[row[k], column[k]]`, predicted from the position before it.
+    Sample j is `tokens[starts[j]:starts[j + 1]]`. The i-th trained token is `tokens[place[i]]`, predicted from the
+    place before it, which is of the same sample.
     """
 
     id: int
-    tokens: np.ndarray  # int32 [R, W], zeros after a row's end
-    row: np.ndarray  # int32 [m]
-    column: np.ndarray  # int32 [m], at least 1
+    tokens: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int32 [k + 1], rising from 0 to T
+    place: np.ndarray  # int32 [m], rising
     logprobs: np.ndarray  # float32 [m], recorded by the sampler
     advantages: np.ndarray  # float32 [m]
     weights: np.ndarray  # float32 [m]
@@ -45,47 +46,60 @@ class MicroStep:
 def choose(lengths: Sequence[int], budget: int) -> list[int]:
     """Indices of the rows that make the next micro-step: the longest, and as many of the next shorter as fit.
 
-    Rows times the longest row stay within `budget` tokens, except that a row longer than the budget comes alone.
-    Ties go to the earlier row, so the choice depends on the order of `lengths` alone.
+    Together they stay within `budget` tokens, except that a row longer than the budget comes alone. Ties go to the
+    earlier row, so the choice depends on the order of `lengths` alone.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if not order:
-        return []
-    return order[: max(1, budget // lengths[order[0]])]
+    chosen, left = order[:1], budget - lengths[order[0]] if order else 0
+    for index in order[1:]:
+        if lengths[index] <= left:
+            chosen.append(index)
+            left -= lengths[index]
+    return chosen
 
 
 def lay_out(micro_step: int, rows: Sequence[Row]) -> MicroStep:
-    """Lay rows out as one micro-step.
+    """Lay rows out as one micro-step, in the order given.
 
     Raises:
-        ValueError: a sample is malformed (`Sample.check`), or there are no rows.
+        ValueError: a sample is malformed (`Sample.check`) or empty, or there are no rows.
     """
     if not rows:
         raise ValueError("a micro-step needs at least one row")
-    tokens = np.zeros((len(rows), max(len(row.sample) for row in rows)), dtype=np.int32)
+    starts = np.zeros(len(rows) + 1, np.int32)
     parts: list[tuple[np.ndarray, ...]] = []
     for index, row in enumerate(rows):
         sample = row.sample
         sample.check()
-        tokens[index, : len(sample)] = sample.tokens
-        column = np.flatnonzero(sample.trained)
+        if not len(sample):
+            raise ValueError(f"execution {sample.execution}: a sample without tokens")
+        starts[index + 1] = starts[index] + len(sample)
+        own = np.flatnonzero(sample.trained)
         parts.append(
             (
-                np.full(len(column), index),
-                column,
-                sample.logprobs[column],
-                np.full(len(column), row.advantage),
-                np.full(len(column), row.weight),
-                sample.temperatures[column],
+                own + starts[index],
+                sample.logprobs[own],
+                np.full(len(own), row.advantage),
+                np.full(len(own), row.weight),
+                sample.temperatures[own],
             )
         )
-    row_of, column, *numbers = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return MicroStep(
-        micro_step, tokens, row_of.astype(np.int32), column.astype(np.int32), *(n.astype(np.float32) for n in numbers)
-    )
+    tokens = np.concatenate([row.sample.tokens for row in rows]).astype(np.int32)
+    place, *numbers = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return MicroStep(micro_step, tokens, starts, place.astype(np.int32), *(n.astype(np.float32) for n in numbers))
 
 
-_ARRAYS = ("tokens", "row", "column", "logprobs", "advantages", "weights", "temperatures")
+def blank(micro_step: int = 0) -> MicroStep:
+    """A micro-step that adds nothing to a sum, for a shard without one while others compute.
+
+    Two tokens, the second trained with weight and advantage 0.
+    """
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    tokens, starts, place = np.zeros(2, np.int32), np.array([0, 2], np.int32), np.ones(1, np.int32)
+    return MicroStep(micro_step, tokens, starts, place, zero, zero, zero, one)
+
+
+_ARRAYS = ("tokens", "starts", "place", "logprobs", "advantages", "weights", "temperatures")
 
 
 def encode(step: MicroStep) -> bytes:

@@ -43,7 +43,8 @@ class Stream:
     settled: bool = False  # its sum is complete at the core
     agreed: tuple[dict[Member, list[int]], bool] | None = None  # what was settled last, until it goes on
     tokens: int = 0
-    cells: int = 0  # of the matrices, padding included
+    room: int = 0  # tokens there was room for: the budget of each micro-step without an over-long sample
+    packed: int = 0  # tokens in those micro-steps
     stale: float = 0.0  # versions between sampling and training, summed over trained tokens
     oldest: int = 0  # the largest of them
     trained: int = 0  # tokens
@@ -54,11 +55,14 @@ class Stream:
         return len(self.taken) >= self.groups and not self.leftover and not self.leases.free
 
     def numbers(self) -> dict[str, float]:
-        """What is worth knowing about its data: fill, staleness in versions, rows' tokens."""
+        """What is worth knowing about its data.
+
+        `fill` is tokens per token of budget, over the micro-steps without an over-long sample; staleness in versions.
+        """
         return {
             "groups": len(self.taken),
             "sequence_tokens": self.tokens,
-            "fill": self.tokens / self.cells if self.cells else 0.0,
+            "fill": self.packed / self.room if self.room else 0.0,
             "staleness_mean": self.stale / self.trained if self.trained else 0.0,
             "staleness_max": self.oldest,
         }
@@ -201,7 +205,9 @@ class Supply:
         step = lay_out(len(stream.steps) + 1, rows)
         stream.steps[step.id] = step
         stream.leases.publish(step.id)
-        stream.cells += step.tokens.size
+        if len(step.tokens) <= self._budget:
+            stream.room += self._budget
+            stream.packed += len(step.tokens)
         for row in rows:
             sample = row.sample
             lag = stream.policy - sample.versions[sample.trained]

@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 
 from gyre.checksum import checksum as checksum_of
-from gyre.config import Config, TimedTrainConfig
+from gyre.config import Config
+from gyre.config_train import TimedTrainConfig
 from gyre.errors import InvariantBroken, UserError, WeightsMismatch
 from gyre.training.gradients import Accumulators, norm_of
 from gyre.training.loss import Statistics
@@ -31,8 +32,7 @@ _MOMENTUM = 0.9
 
 def seconds(step: MicroStep, config: TimedTrainConfig) -> float:
     """The time that a micro-step takes."""
-    rows, width = step.tokens.shape
-    each = config.seconds_per_row * rows + config.seconds_per_token * rows * width
+    each = config.seconds_per_row * (len(step.starts) - 1) + config.seconds_per_token * len(step.tokens)
     return config.seconds_per_micro_step + each
 
 
@@ -79,7 +79,7 @@ class TimedModel:
         """Take a micro-step's time, and add its number to every element of the accumulators."""
         due = time.monotonic() + seconds(step, self._times)
         self.accumulators.flat.data.add_(step.id)
-        statistics = Statistics(loss=step.id, tokens=len(step.row), weight=float(step.weights.sum(dtype="float64")))
+        statistics = Statistics(loss=step.id, tokens=len(step.place), weight=float(step.weights.sum(dtype="float64")))
         statistics.ratio = statistics.tokens
         time.sleep(max(0.0, due - time.monotonic()))
         return statistics

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gyre.errors import InvariantBroken, StreamConflict
 from gyre.training.ledger import Leases
-from gyre.training.packing import Row, choose, decode, encode, lay_out
+from gyre.training.packing import Row, blank, choose, decode, encode, lay_out
 from gyre.training.supply import Supply
 from tests.training.cells import make_sample
 
@@ -28,6 +28,10 @@ def supply_with(*groups: int, budget: int = 96) -> Supply:
     return supply
 
 
+def samples_of(step) -> list[bytes]:
+    return [part.tobytes() for part in np.split(step.tokens, step.starts[1:-1])]
+
+
 class Cell:
     """A member whose gradient sum is the multiset of executions it has added up: integers, so nothing rounds."""
 
@@ -38,8 +42,7 @@ class Cell:
         self.working = None
 
     def finish(self):
-        for token_row in self.working.tokens:
-            key = hash(token_row[:8].tobytes())
+        for key in samples_of(self.working):
             self.total[key] = self.total.get(key, 0) + 1
         self.ids.append(self.working.id)
         self.working = None
@@ -118,8 +121,7 @@ def test_every_row_counts_once_through_joins_deaths_and_suspensions(seed, groups
     steps = supply.stream(1).steps.values()
     wanted: dict[int, int] = {}
     for step in steps:
-        for token_row in step.tokens:
-            key = hash(token_row[:8].tobytes())
+        for key in samples_of(step):
             wanted[key] = wanted.get(key, 0) + 1
     assert merge(cells) == wanted and all(count == 1 for count in wanted.values())
 
@@ -265,23 +267,29 @@ def test_chosen_rows_fit_the_budget_and_all_get_chosen(lengths, budget):
         chosen = choose([length for _, length in left], budget)
         assert chosen
         rows = [left[i] for i in chosen]
-        assert len(rows) == 1 or len(rows) * max(length for _, length in rows) <= budget
+        assert len(rows) == 1 or sum(length for _, length in rows) <= budget
         seen += [index for index, _ in rows]
         left = [row for i, row in enumerate(left) if i not in set(chosen)]
     assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_micro_steps_survive_the_wire_and_hold_what_samples_say():
-    rows = [Row(make_sample(n, n // 2), float(n)) for n in range(5)]
+    rows = [Row(make_sample(n, n // 2), float(n), 1 / (n + 1)) for n in range(5)]
     step = decode(encode(lay_out(3, rows)))
-    assert step.id == 3 and step.tokens.shape == (5, max(len(row.sample) for row in rows))
-    assert len(step.row) == sum(row.sample.trained.sum() for row in rows)
-    for index, row in enumerate(rows):
-        mine = step.row == index
-        column = step.column[mine]
-        assert (step.tokens[index, : len(row.sample)] == row.sample.tokens).all()
-        assert not step.tokens[index, len(row.sample) :].any()
-        assert (column == np.flatnonzero(row.sample.trained)).all()
-        assert (step.logprobs[mine] == row.sample.logprobs[column]).all()
-        assert (step.temperatures[mine] == row.sample.temperatures[column]).all()
-        assert (step.advantages[mine] == index).all() and (step.weights[mine] == 1).all()
+    assert step.id == 3 and step.starts.tolist() == np.cumsum([0, *(len(row.sample) for row in rows)]).tolist()
+    assert len(step.place) == sum(row.sample.trained.sum() for row in rows)
+    for row, start, end in zip(rows, step.starts, step.starts[1:], strict=False):
+        mine = (step.place >= start) & (step.place < end)
+        own = step.place[mine] - start
+        assert (step.tokens[start:end] == row.sample.tokens).all()
+        assert (own == np.flatnonzero(row.sample.trained)).all() and (own > 0).all()
+        assert (step.logprobs[mine] == row.sample.logprobs[own]).all()
+        assert (step.temperatures[mine] == row.sample.temperatures[own]).all()
+        assert (step.advantages[mine] == row.advantage).all()
+        assert (step.weights[mine] == np.float32(row.weight)).all()
+
+
+def test_a_blank_micro_step_weighs_nothing():
+    step = decode(encode(blank(7)))
+    assert step.id == 7 and len(step.tokens) == step.starts[-1] == 2 and step.place.tolist() == [1]
+    assert not step.weights.any() and not step.advantages.any() and step.temperatures.tolist() == [1]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gyre import models
-from gyre.config import TimedTrainConfig, build, dump
+from gyre.config import build, dump
+from gyre.config_train import TimedTrainConfig
 from gyre.training.packing import Row, lay_out
 from gyre.training.timed import seconds
 from tests.training.cells import Cells, make_config, make_sample
@@ -32,7 +33,7 @@ def assert_every_micro_step_counted_once(answer):
 
 
 async def updates(path):
-    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_row=0.1)) as cells:
+    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1)) as cells:
         started = await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1, 2)))
         assert {one["parameters"] for one in started} == {SIZE}
         await cells.build_groups([0, 1, 2])
@@ -120,9 +121,8 @@ def test_an_update_that_was_suspended_is_measured_whole(tmp_path):
 def test_what_a_micro_step_takes():
     samples = [make_sample(n, 0) for n in (1, 2, 3)]
     step = lay_out(1, [Row(sample, 1.0) for sample in samples])
-    width = max(map(len, samples))
     each = TimedTrainConfig(seconds_per_micro_step=1.0, seconds_per_row=0.5, seconds_per_token=0.25)
-    assert seconds(step, each) == 1.0 + 3 * 0.5 + 3 * width * 0.25
+    assert seconds(step, each) == 1.0 + 3 * 0.5 + sum(map(len, samples)) * 0.25
 
 
 def test_the_kind_is_saved_with_the_run():
