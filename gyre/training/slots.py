@@ -16,14 +16,14 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gyre.checksum import checksum as checksum_of
+from gyre.checksum import Sums, add, combine, sums
 from gyre.errors import UserError, WeightsMismatch
 
 SHARED = Path("/dev/shm")
@@ -144,6 +144,92 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Filled:
+    """What somebody put into a slot: its share of the checksum's sums, and the names that it wrote.
+
+    It travels as JSON: `asdict` there and `Filled(**fields)` here.
+    """
+
+    sums: Sums
+    names: list[str]
+
+
+def fill(path: Path | str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Filled:
+    """Write named tensors into a slot that was begun, from any process; sums are of what then lies in the slot.
+
+    Raises:
+        WeightsMismatch: the slot has no such tensor.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        places = dict(mapped(descriptor, True))
+    finally:
+        os.close(descriptor)
+    total: Sums = {}
+    names = []
+    for name, tensor in tensors:
+        place = places.get(name)
+        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+            raise WeightsMismatch(f"{path} has no place for {name}, {tensor.dtype} {list(tensor.shape)}")
+        place.copy_(tensor)
+        total = add(total, sums([(name, place)]))
+        names.append(name)
+    return Filled(total, names)
+
+
+class Writing:
+    """A slot that is being written, under its exclusive lock: `fill(writing.path, ...)`, then `seal`.
+
+    Leaving its `with` block without a seal gives the slot up: it holds no snapshot then.
+    """
+
+    def __init__(self, slot: _Slot, snapshot: int, generation: int, specs: Sequence[Spec]) -> None:
+        self.path = slot.path
+        self.snapshot = snapshot
+        self._slot = slot
+        self._generation = generation
+        self._names = [spec.name for spec in specs]
+        metadata = {"snapshot": f"{snapshot}", "generation": f"{generation}", "checksum": _NO_CHECKSUM}
+        self._header = _header(specs, metadata)
+        self._size = len(self._header) + sum(spec.bytes for spec in specs)
+        os.ftruncate(slot.descriptor, self._size)
+        _allocate(slot.descriptor, self._size)
+        os.pwrite(slot.descriptor, self._header, 0)
+
+    def seal(self, filled: Iterable[Filled]) -> Announcement:
+        """Put the checksum into the header and let readers in; `filled` is what all writers answered.
+
+        Node and url of the announcement are left empty.
+
+        Raises:
+            WeightsMismatch: a tensor was not written, or was written twice.
+        """
+        filled = list(filled)
+        written = [name for part in filled for name in part.names]
+        if odd := sorted(set(written) ^ set(self._names)) or [n for n in set(written) if written.count(n) > 1]:
+            raise WeightsMismatch(f"snapshot {self.snapshot}: {odd[0]} was not written, or more than once")
+        total: Sums = {}
+        for part in filled:
+            total = add(total, part.sums)
+        checksum = combine(total)
+        os.pwrite(self._slot.descriptor, checksum.encode(), self._header.index(_NO_CHECKSUM.encode()))
+        self._slot.snapshot = self.snapshot
+        self.close()
+        return Announcement(self.snapshot, str(self.path), self._size, checksum, self._generation, "", "")
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._slot.descriptor >= 0:
+            fcntl.flock(self._slot.descriptor, fcntl.LOCK_UN)
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @dataclass
 class _Slot:
     path: Path
@@ -162,25 +248,24 @@ class Slots:
         self._slots: list[_Slot] = []
         self._generation = 0
 
-    def write(self, snapshot: int, specs: list[Spec], tensors: Iterable[torch.Tensor]) -> Announcement:
-        """Put a snapshot into a slot; `tensors` come in the order of `specs`. Node and url are left empty."""
+    def begin(self, snapshot: int, specs: Sequence[Spec]) -> Writing:
+        """Take a slot for a snapshot: its memory is there and its header written, the weights are not yet.
+
+        `specs` are all tensors of the model, in its order, whoever writes them.
+        """
         self._generation += 1
         slot = self._acquire(snapshot)
+        slot.snapshot = -1
         try:
-            slot.snapshot = snapshot
-            metadata = {"snapshot": f"{snapshot}", "generation": f"{self._generation}", "checksum": _NO_CHECKSUM}
-            header = _header(specs, metadata)
-            size = len(header) + sum(spec.bytes for spec in specs)
-            os.ftruncate(slot.descriptor, size)
-            _allocate(slot.descriptor, size)
-            os.pwrite(slot.descriptor, header, 0)
-            for (_, place), tensor in zip(mapped(slot.descriptor, True), tensors, strict=True):
-                place.copy_(tensor)
-            checksum = checksum_of(mapped(slot.descriptor, False))
-            os.pwrite(slot.descriptor, checksum.encode(), header.index(_NO_CHECKSUM.encode()))
-        finally:
+            return Writing(slot, snapshot, self._generation, specs)
+        except BaseException:
             fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
-        return Announcement(snapshot, str(slot.path), size, checksum, self._generation, "", "")
+            raise
+
+    def write(self, snapshot: int, tensors: Iterable[tuple[str, torch.Tensor]], specs: Sequence[Spec]) -> Announcement:
+        """Put a snapshot into a slot by oneself: `begin`, `fill` and `seal` in one."""
+        with self.begin(snapshot, specs) as writing:
+            return writing.seal([fill(writing.path, tensors)])
 
     def path_of(self, snapshot: int) -> Path | None:
         """Where a snapshot is, if a slot still has it."""

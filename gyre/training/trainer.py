@@ -172,7 +172,7 @@ class Trainer:
     def _publish(self, snapshot: int) -> None:
         """Write the core's weights into a slot and announce them."""
         model = self._model
-        announcement = self._slots.write(snapshot, model.specs, (tensor for _, tensor in model.named()))
+        announcement = self._slots.write(snapshot, model.named(), model.specs)
         url = self._store.get("snapshots") or ""
         announcement = replace(announcement, node=self._address, url=url)
         model.snapshot, self._checksum = snapshot, announcement.checksum

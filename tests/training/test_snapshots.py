@@ -39,7 +39,7 @@ class World:
     def write(self, snapshot: int):
         tensors = weights(snapshot)
         specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-        written = self.slots.write(snapshot, specs, tensors.values())
+        written = self.slots.write(snapshot, tensors.items(), specs)
         assert written.checksum == checksum(tensors.items())
         announced = dataclasses.replace(written, node=HERE, url=self.server.url)
         self.store.set(f"snapshot/{snapshot}", announced.encode())
