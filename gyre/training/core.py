@@ -18,11 +18,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from gyre.config import Config
+from gyre.training.batch import Batch
 from gyre.training.gradients import norm_of
-from gyre.training.loss import Batch, Statistics, micro_step_loss
+from gyre.training.loss import micro_step_loss
 from gyre.training.model import DTYPES, CellModel, held, load, trim_heap, trimmed
 from gyre.training.packing import MicroStep
 from gyre.training.parking import Parked
+from gyre.training.statistics import Statistics
 
 
 def begin_world(device: torch.device, interface: str | None) -> None:

@@ -13,11 +13,14 @@ import torch
 from gyre.checksum import checksum as checksum_of
 from gyre.config import TrainConfig
 from gyre.errors import WeightsMismatch
+from gyre.training.batch import Batch
 from gyre.training.gradients import Accumulators, Flat
-from gyre.training.loss import Batch, Scorer, Statistics, micro_step_loss
+from gyre.training.loss import micro_step_loss
 from gyre.training.packing import MicroStep
+from gyre.training.scorer import Scorer
 from gyre.training.slots import Spec
 from gyre.training.snapshots import Pulled
+from gyre.training.statistics import Statistics
 
 _WORTH_TRIMMING_SECONDS = 0.2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,11 +20,11 @@ from gyre.config import Config
 from gyre.config_train import TimedTrainConfig
 from gyre.errors import InvariantBroken, UserError, WeightsMismatch
 from gyre.training.gradients import Accumulators, norm_of
-from gyre.training.loss import Statistics
 from gyre.training.model import DTYPES, held
 from gyre.training.packing import MicroStep
 from gyre.training.slots import Spec
 from gyre.training.snapshots import Pulled
+from gyre.training.statistics import Statistics
 
 _STATE = "state.pt"
 _MOMENTUM = 0.9

@@ -25,8 +25,8 @@ from gyre.faults import fault
 from gyre.store import Store
 from gyre.training.gradients import Accumulators, Groups, ReduceFailed, reduce_to_root
 from gyre.training.ledger import Member
-from gyre.training.loss import Statistics
 from gyre.training.packing import MicroStep
+from gyre.training.statistics import Statistics
 from gyre.training.stream import Claims, Pulse, StateWord, Watch, beating
 
 log = logging.getLogger(__name__)

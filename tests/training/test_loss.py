@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gyre.training.loss import Batch, Scorer, Statistics, clipped_ratio_loss, micro_step_loss
+from gyre.training.batch import Batch
+from gyre.training.loss import clipped_ratio_loss, micro_step_loss
 from gyre.training.packing import Row, lay_out
+from gyre.training.scorer import Scorer
+from gyre.training.statistics import Statistics
 from tests.training.cells import VOCABULARY, make_sample
 
 
@@ -58,14 +61,14 @@ def tiny(kind: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize(("kind", "whole"), [("Llama", False), ("Granite", True)])
 def test_scores_are_those_of_the_whole_model(kind, whole):
-    """Also for a model whose logits are more than a projection; padding changes nothing."""
+    """Also for a model whose logits are more than a projection; packing changes nothing."""
     model = tiny(kind)
     scorer = Scorer(model)
     scorer.check()
     assert scorer.whole == whole
     samples = [make_sample(n, 0) for n in (1, 2, 3)]
     batch = Batch.of(lay_out(1, [Row(sample, 1.0) for sample in samples]), "cpu")
-    current, entropy = scorer(batch.tokens, batch.row, batch.column, batch.temperatures)
+    current, entropy = scorer(batch)
     expected, disorder = [], []
     with torch.no_grad():
         for sample in samples:

@@ -6,7 +6,7 @@ import pytest
 
 from gyre.events import UpdateDone
 from gyre.training import update
-from gyre.training.loss import Statistics
+from gyre.training.statistics import Statistics
 from gyre.training.update import Part, Sum
 
 
