@@ -40,7 +40,7 @@ from gyre.child import AsyncEndpoint
 from gyre.config import Config
 from gyre.errors import GyreError
 from gyre.run_dir import RunDir, read_json
-from gyre.training.packing import Row, encode
+from gyre.training.packing import Row, encode_all
 from gyre.training.supply import Supply
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Feeder:
                 "type": "stream",
                 "update": update,
                 "published": len(leases.published),
-                "claimed": len(leases.holder),
+                "claimed": leases.leased,
                 "finished": len(leases.finished),
                 "taken": len(stream.taken),
                 "untaken": self._supply.untaken,
@@ -194,20 +194,21 @@ class Feeder:
         if request.headers.get("Authorization") != self._authorization:
             return web.Response(status=401)
         try:
-            return await handler(await request.json())
+            return await handler(await request.json(), request)
         except GyreError as error:
             log.error("%s: %s", request.path, error)
             return web.Response(status=409, text=f"{type(error).__name__}: {error}")
 
-    async def _claim(self, body: dict[str, Any]) -> web.Response:
+    async def _claim(self, body: dict[str, Any], request: web.Request) -> web.Response:
         update, member, finished = body["update"], (body["rank"], body["incarnation"]), body["finished"]
-        deadline = asyncio.get_running_loop().time() + _HOLD_SECONDS
+        holding, want = set(body["holding"]), body["want"]
+        deadline = asyncio.get_running_loop().time() + (_HOLD_SECONDS if body["wait"] else 0.0)
         while True:
             changed = self._changed
-            claim = self._supply.claim(update, member, finished)
+            claim = self._supply.claim(update, member, finished, holding, want)
             for group in claim.taken:
                 self._endpoint.emit({"type": "taken", "group": group, "update": update})
-            if claim.step is not None or finished:
+            if claim.steps or finished:
                 self._tell(update)
             finished = []
             left = deadline - asyncio.get_running_loop().time()
@@ -215,12 +216,14 @@ class Feeder:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left)
-        if claim.step is not None:
-            return web.Response(body=encode(claim.step), content_type="application/octet-stream")
+            if request.transport is None or request.transport.is_closing():
+                break  # nobody would get what is leased now
         headers = {"X-Gyre-Stream": claim.answer, "X-Gyre-Unfinished": str(claim.unfinished)}
-        return web.Response(status=204, headers=headers)
+        if not claim.steps:
+            return web.Response(status=204, headers=headers)
+        return web.Response(body=encode_all(claim.steps), content_type="application/octet-stream", headers=headers)
 
-    async def _settle(self, body: dict[str, Any]) -> web.Response:
+    async def _settle(self, body: dict[str, Any], request: web.Request) -> web.Response:
         update = body["update"]
         ledgers = {(rank, incarnation): ids for rank, incarnation, ids in body["ledgers"]}
         fault = self._supply.settle(update, ledgers, tuple(body["core"]), body["final"])
@@ -231,12 +234,12 @@ class Feeder:
         numbers = stream.numbers() | ({"reward": sum(rewards) / len(rewards)} if rewards else {})
         return web.json_response({"ok": True, "numbers": numbers})
 
-    async def _bar_request(self, body: dict[str, Any]) -> web.Response:
+    async def _bar_request(self, body: dict[str, Any], request: web.Request) -> web.Response:
         await self.bar(body["rank"], body["incarnation"])
         self._endpoint.emit({"type": "barred", **body})
         return web.json_response({"ok": True})
 
-    async def _barred(self, body: dict[str, Any]) -> web.Response:
+    async def _barred(self, body: dict[str, Any], request: web.Request) -> web.Response:
         barred = self._supply.stream(body["update"]).leases.barred
         return web.json_response({"barred": sorted(barred)})
 

@@ -7,10 +7,12 @@ numbers, so a trainer computes logits for those places alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from gyre.trajectories.sample import Sample
@@ -109,6 +111,40 @@ def encode(step: MicroStep) -> bytes:
 
 
 def decode(data: bytes) -> MicroStep:
-    """The micro-step of some bytes."""
-    arrays = load(data)
-    return MicroStep(int(arrays["id"][0]), *(arrays[name] for name in _ARRAYS))
+    """The micro-step of some bytes.
+
+    Raises:
+        ValueError: they are none of a micro-step.
+    """
+    try:
+        arrays = load(data)
+        return MicroStep(int(arrays["id"][0]), *(arrays[name] for name in _ARRAYS))
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"no micro-step in {len(data)} bytes: {error}") from error
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def encode_all(steps: Iterable[MicroStep]) -> bytes:
+    """Several micro-steps as bytes: each with its length (uint64, little-endian) before it."""
+    parts = []
+    for step in steps:
+        data = encode(step)
+        parts += [_LENGTH.pack(len(data)), data]
+    return b"".join(parts)
+
+
+def decode_all(data: bytes) -> list[MicroStep]:
+    """The micro-steps of some bytes.
+
+    Raises:
+        ValueError: they end in the middle of one, or hold something else.
+    """
+    steps, at = [], 0
+    while at < len(data):
+        begin = at + _LENGTH.size
+        if begin > len(data) or (at := begin + _LENGTH.unpack_from(data, begin - _LENGTH.size)[0]) > len(data):
+            raise ValueError(f"{len(data)} bytes end in the middle of a micro-step")
+        steps.append(decode(data[begin:at]))
+    return steps

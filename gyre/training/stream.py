@@ -14,15 +14,15 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gyre.errors import ChildFailed, StoreLost, StreamConflict
 from gyre.store import Store
 from gyre.training.ledger import Member
-from gyre.training.packing import MicroStep, decode
+from gyre.training.packing import MicroStep, decode_all
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,16 @@ _CLAIM_TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a claim got: a micro-step, or a word: wait, closed, suspended, barred."""
+    """What a claim got: micro-steps, or a word: wait, closed, suspended, barred."""
 
-    word: str
-    step: MicroStep | None = None
-    unfinished: int = 0  # micro-steps that members still work on
+    word: str  # "step" where there are micro-steps
+    steps: list[MicroStep] = field(default_factory=list)
+    unfinished: int = 0  # micro-steps that members still work on, these included
+
+    @property
+    def step(self) -> MicroStep | None:
+        """The first."""
+        return self.steps[0] if self.steps else None
 
 
 class Claims:
@@ -50,17 +55,27 @@ class Claims:
         self._member = member
         self._connection: http.client.HTTPConnection | None = None
 
-    def claim(self, update: int, finished: Sequence[int]) -> Answer:
-        """Say what is finished and ask for more; waits up to a second where more may come.
+    def claim(
+        self, update: int, finished: Sequence[int], holding: Collection[int] = (), want: int = 1, wait: bool = True
+    ) -> Answer:
+        """Say what is finished and what is in hand, and ask for up to `want` micro-steps more.
 
-        Asking again after a lost answer gives the same micro-step again.
+        Where there is none yet, but more may come, the answer is `wait`: after up to a second, or at once without
+        `wait`. A micro-step that is neither finished nor in `holding` was in an answer that got lost, and comes again.
         """
         rank, incarnation = self._member
-        body = {"update": update, "rank": rank, "incarnation": incarnation, "finished": list(finished)}
+        body = {
+            "update": update,
+            "rank": rank,
+            "incarnation": incarnation,
+            "finished": list(finished),
+            "holding": list(holding),
+            "want": want,
+            "wait": wait,
+        }
         status, headers, data = self._post("/claim", body)
-        if status == 200:
-            return Answer("step", decode(data))
-        return Answer(headers["X-Gyre-Stream"], None, int(headers["X-Gyre-Unfinished"]))
+        steps = decode_all(data) if status == 200 else []
+        return Answer(headers["X-Gyre-Stream"], steps, int(headers["X-Gyre-Unfinished"]))
 
     def settle(self, update: int, ledgers: Mapping[Member, Sequence[int]], final: bool) -> dict[str, Any]:
         """Ask whether these sums may be added up: {"ok": true, "numbers": ...} or {"ok": false, "fault": ...}."""

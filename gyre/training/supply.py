@@ -7,7 +7,7 @@ ever ahead of one. The same calls in the same order give the same micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,10 +20,10 @@ Answer = Literal["step", "wait", "closed", "suspended", "barred"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What a claim is answered: a micro-step, or why there is none."""
+    """What a claim is answered: micro-steps, or why there is none."""
 
     answer: Answer
-    step: MicroStep | None = None
+    steps: tuple[MicroStep, ...] = ()
     unfinished: int = 0  # micro-steps that members still work on
     taken: tuple[int, ...] = ()  # groups that this claim took
 
@@ -147,8 +147,19 @@ class Supply:
         return {stream.update: stream.leases.bar(member) for stream in open_streams}
 
     # -- claims ----------------------------------------------------------------------------------------------------
-    def claim(self, update: int, member: Member, finished: Iterable[int] = ()) -> Claim:
-        """Note what a member finished and give it the next micro-step, or say why there is none."""
+    def claim(
+        self,
+        update: int,
+        member: Member,
+        finished: Iterable[int] = (),
+        holding: Collection[int] = (),
+        want: int = 1,
+    ) -> Claim:
+        """Note what a member finished and give it up to `want` micro-steps, or say why there is none.
+
+        `holding` is what it has in hand and has not finished. What it leased besides was in an answer that got lost,
+        and is given again, before anything new.
+        """
         stream = self.streams.get(update)
         if stream is None:
             newest = max(self.streams, default=0)
@@ -157,17 +168,17 @@ class Supply:
         if member in leases.barred:
             return Claim("barred")
         leases.finish(member, finished)
-        if missed := leases.held(member) - leases.finished:
-            return Claim("step", stream.steps[min(missed)], len(leases.unfinished()))  # the last answer was lost
-        if stream.suspended:
-            return Claim("suspended", unfinished=len(leases.unfinished()))
-        taken: tuple[int, ...] = ()
-        if not leases.free:
-            taken = self._pack(stream)
-        step = leases.lease(member)
-        if step is not None:
-            return Claim("step", stream.steps[step], len(leases.unfinished()), taken)
-        return Claim("closed" if stream.dry else "wait", None, len(leases.unfinished()), taken)
+        given = leases.missed(member, holding)[:want]
+        taken: list[int] = []
+        while not stream.suspended and len(given) < want:
+            if not leases.free:
+                taken += self._pack(stream)
+            step = leases.lease(member)
+            if step is None:
+                break
+            given.append(step)
+        word: Answer = "step" if given else "suspended" if stream.suspended else "closed" if stream.dry else "wait"
+        return Claim(word, tuple(stream.steps[step] for step in given), leases.unfinished, tuple(taken))
 
     def _pack(self, stream: Stream) -> tuple[int, ...]:
         """Publish one more micro-step from the oldest rows, if there are any; returns the groups it took."""
