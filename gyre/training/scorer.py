@@ -96,7 +96,7 @@ class Scorer(nn.Module):
         for module in model.modules():  # a policy with dropout is another one in training than in rollout
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            elif getattr(module, "attention_dropout", 0):
+            elif isinstance(getattr(module, "attention_dropout", None), float):
                 module.attention_dropout = 0.0
         if checkpoint_activations:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,10 +126,10 @@ class Scorer(nn.Module):
         name = "inputs_embeds" if source.is_floating_point() else "input_ids"
         if not self.apart:
             told = attention.boundaries(batch.positions, batch.starts, batch.longest)
-            return self.model.base_model(**{name: source[None]}, **told).last_hidden_state[0]
+            return self.model.get_decoder()(**{name: source[None]}, **told).last_hidden_state[0]
         parts = source.split(batch.starts.diff().tolist())
         return torch.cat(
-            [self.model.base_model(**{name: part[None]}, use_cache=False).last_hidden_state[0] for part in parts]
+            [self.model.get_decoder()(**{name: part[None]}, use_cache=False).last_hidden_state[0] for part in parts]
         )
 
     def score(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
