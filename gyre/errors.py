@@ -42,6 +42,10 @@ class WeightsMismatch(GyreError):
     """Pulled or loaded weights do not have the checksum or the identity that was announced."""
 
 
+class ReduceFailed(GyreError):
+    """A group could not be made, or a reduce on it failed or was called off; the group is dead, the sums are not."""
+
+
 class IllegalTransition(GyreError):
     """A cell was to enter a state that no transition leads to; the message carries the states before."""
 

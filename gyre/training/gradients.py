@@ -17,17 +17,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gyre.errors import GyreError
+from gyre.errors import ReduceFailed
 
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 32 << 20
 _POLL_SECONDS = 0.001
 _BUCKET_SECONDS = 120.0  # Gloo gives up by itself, earlier; NCCL never does
-
-
-class ReduceFailed(GyreError):
-    """A group could not be made, or a reduce on it failed or was called off; the group is dead, the sums are not."""
 
 
 class Flat:
