@@ -74,6 +74,9 @@ class TrainConfig(Section):
         None, ge=1, description="ZeRO shards of each stage; null: as many as the cell has GPUs for, 1 on the CPU."
     )
     micro_tokens: int = Field(8192, ge=32, description="Token budget of a micro-step; a longer sample comes alone.")
+    checkpoint_activations: bool = Field(
+        False, description="Keep each layer's input alone and compute the rest again for gradients: long micro-steps."
+    )
     sample_limit: int | None = Field(
         None, ge=32, description="A sample of more tokens is refused, and said to be; null: model.max_context."
     )

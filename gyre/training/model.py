@@ -71,7 +71,7 @@ class CellModel:
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig, device: torch.device) -> None:
         self.model = model
-        self.scorer = Scorer(model)
+        self.scorer = Scorer(model, config.checkpoint_activations)
         self.device = device
         self.clip = config.clip_ratio or 0.2
         self.names = [name for name, _ in model.named_parameters()]
