@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import sys
 import time
@@ -34,6 +35,7 @@ from gyre.events import (
     RankReady,
     RunEnded,
     RunStarted,
+    SampleRefused,
     UpdateDone,
     closed_event,
     decode,
@@ -75,6 +77,7 @@ class Coordinator:
         self._metrics = RunMetrics(self._config)
         for event in read_events(context.run_dir.events):
             self._metrics.apply(event)
+        self._figures: EventLog | None = None
         self._plain = PlainReporter(self._config, metrics=self._metrics)
         self._started = time.time()
         self._usage = UsageMeter(context.layout.engines, self._started)
@@ -98,6 +101,9 @@ class Coordinator:
         commits = context.run_dir.commits()
         version = commits[-1] if commits else 0
         self._record(RunStarted(version, layout.cells, layout.standalone, layout.hosts))
+        made = [json.dumps(record.flat) + "\n" for record in self._metrics.done]  # without those that were lost
+        write_atomic(context.run_dir.metrics, "".join(made))
+        self._figures = EventLog(context.run_dir.metrics)
         self._shown = asyncio.create_task(self._show(), name="show")
         run_dir = str(context.run_dir.path)
         self._weights, self._feeder = await asyncio.gather(
@@ -251,6 +257,8 @@ class Coordinator:
             if child:
                 await child.stop()
         self._events.close()
+        if self._figures:
+            self._figures.close()
         self._write_trace()
         snapshots.remove_shared(self._context.run_dir.path)
 
@@ -278,10 +286,14 @@ class Coordinator:
         self._plain.on_event(data)
         if isinstance(event, UpdateDone):
             self._status.reward = next((r for r in reversed(self._metrics.rewards) if r is not None), None)
+            self._figures.append(self._metrics.updates[event.update].flat)
             self._record(self._usage.event(time.time()))
 
     def _on_service_event(self, message: dict[str, Any]) -> None:
         match message["type"]:
+            case "refused":
+                fields = (message[name] for name in ("group", "execution", "tokens", "limit"))
+                self._record(SampleRefused(*fields))
             case "taken":
                 self._loop.submit(GroupTaken(message["group"], message["update"]))
             case "barred":

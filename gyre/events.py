@@ -272,6 +272,16 @@ class GroupDropped(Event):
 
 
 @dataclass(frozen=True)
+class SampleRefused(Event):
+    """A sample of a ready group has more tokens than the limit; it is not trained on, and not cut either."""
+
+    group: int
+    execution: int
+    tokens: int  # of the sample
+    limit: int
+
+
+@dataclass(frozen=True)
 class MoveStarted(Event):
     """The scheduler ordered a cell to another role."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gyre import words
+from gyre import figures, words
 from gyre.config import Config
 from gyre.status import RankStatus, RunStatus, StreamStatus
 
@@ -50,6 +50,7 @@ class Picture:
     status: RunStatus | None = None  # None: rank 0 has not written one yet
     notice: str = ""  # a line in place of the state: not started, no sign of life
     rewards: Sequence[float | None] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)  # of the last update
     events: Sequence[str] = field(default_factory=tuple)  # newest last
     seconds_left: float | None = None
     updates_done: int = 0
@@ -154,6 +155,7 @@ def _numbers(picture: Picture, status: RunStatus, width: int, glyphs: Glyphs) ->
     room = max(8, min(40, width - 56))
     reward = "-" if status.reward is None else f"{status.reward:.3f}"
     curve = sparkline(picture.rewards, room, glyphs)
+    learnt = Text(figures.line(picture.figures), no_wrap=True, overflow="ellipsis")
     return [
         _row(
             "updates",
@@ -185,6 +187,7 @@ def _numbers(picture: Picture, status: RunStatus, width: int, glyphs: Glyphs) ->
             Text(curve.ljust(room), "cyan"),
             f"{reward}; {status.tokens_per_second:.0f} tokens/s; {status.pss_mb / 1024:.1f} GiB",
         ),
+        *([_row("last update", learnt, "")] if learnt else []),
         _row("next move", Text(s.gate or "-", no_wrap=True, overflow="ellipsis"), ""),
     ]
 

@@ -8,12 +8,14 @@ and are counted when they are made again. Executions are never run again once cl
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gyre import figures
 from gyre.config import Config
 
 EventData = dict[str, Any]
@@ -40,6 +42,19 @@ class UpdateRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     reward: float | None = None  # mean score of the executions of its groups; None where nothing was scored
     staleness: float | None = None  # mean over its groups of the versions since their oldest token
+
+    @property
+    def share(self) -> dict[str, float]:
+        """Each member's fraction of its micro-steps, by rank."""
+        return figures.shares([self.micro_steps])
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Its line of metrics.jsonl: all its figures, none of them nested but those by rank."""
+        known = {"reward": self.reward} if self.reward is not None else {}
+        own = {"update": self.update, "t": self.done, "members": self.members, "seconds": round(self.seconds, 3)}
+        own |= {"micro_steps": self.micro_steps, "share": self.share, "suspensions": self.suspensions}
+        return own | known | {key: value if math.isfinite(value) else None for key, value in self.metrics.items()}
 
 
 @dataclass
@@ -90,6 +105,7 @@ class RunMetrics:
         self.top_ups = 0
         self.dropped_groups: Counter[str] = Counter()
         self.short_batches: dict[int, int] = {}  # groups that were missing, by batch
+        self._refused: set[tuple[int, int, int]] = set()  # group, execution, tokens: a set, as attempts refuse again
         self.failed_tries = 0
         self.lost_ranks = 0
         self.dispatched = 0
@@ -235,6 +251,9 @@ class RunMetrics:
     def _on_group_dropped(self, event: EventData) -> None:
         self.dropped_groups[re.sub(r"\d+", "N", event["reason"])] += 1  # one entry per kind of reason
 
+    def _on_sample_refused(self, event: EventData) -> None:
+        self._refused.add((event["group"], event["execution"], event["tokens"]))
+
     def _on_batch_closed_short(self, event: EventData) -> None:
         self.short_batches[event["batch"]] = event["missing"]
 
@@ -329,6 +348,9 @@ class RunMetrics:
             "groups_dropped": dict(sorted(self.dropped_groups.items())),
             "tokens": self.tokens,
             "masked": dict(sorted(self.masked.items())),
+            "refused_samples": self._refused_samples(),
+            "micro_step_share": figures.shares(r.micro_steps for r in self.done),
+            "core_seconds": figures.stages([r.metrics for r in self.done]),
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,
             "trained_tokens": int(self.usage("trained_tokens")),
             "gpu_busy_fraction": _rounded(self.busy_fraction),
@@ -341,6 +363,10 @@ class RunMetrics:
             "attempts": [_attempt_summary(a) for a in self.attempts],
         }
 
+    def _refused_samples(self) -> dict[str, int]:
+        lengths = [tokens for _, _, tokens in self._refused]
+        return {"samples": len(lengths), "tokens": sum(lengths), "longest": max(lengths, default=0)}
+
     def _update_summary(self, record: UpdateRecord) -> dict[str, Any]:
         return {
             "update": record.update,
@@ -348,6 +374,7 @@ class RunMetrics:
             "joined": sorted(record.joined),
             "members": record.members,
             "micro_steps": record.micro_steps,
+            "share": record.share,
             "seconds": round(record.seconds, 3),
             "metrics": record.metrics,
         }

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from gyre import words
+from gyre import figures, words
 from gyre.config import Config
 from gyre.metrics import RunMetrics
 from gyre.status import RunStatus
@@ -126,7 +126,10 @@ class PlainReporter:
             self._say_roles()
             for text in self._bursts:
                 self.line(text)
-        self._say_updates(f"policy {self._policies[-1]} published" if self._policies else "")
+        for text in self._update_texts():
+            self.line(text)
+        if self._policies:
+            self.line(f"policy {self._policies[-1]} published")
         for texts in self._troubles.values():
             more = f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else ""
             self.line(texts[0] + more)
@@ -143,20 +146,14 @@ class PlainReporter:
             if ranks:
                 self.line(f"{word}: {words.rank_names(self._config, ranks)}")
 
-    def _say_updates(self, policy: str) -> None:
-        texts = self._update_texts()
-        if policy and texts:
-            texts[-1] += f"; {policy}"
-        elif policy:
-            texts = [policy]
-        for text in texts:
-            self.line(text)
-
     def _update_texts(self) -> list[str]:
         metrics = self._metrics
         done = [(e, metrics.updates[e["update"]]) for e in self._updates if e["update"] in metrics.updates]
         if len(done) <= _SINGLE_UPDATES:
-            return [words.update_line(self._config, e, record.reward, record.joined) for e, record in done]
+            return [
+                words.update_line(self._config, e, record.reward, record.joined, figures.short(record.metrics))
+                for e, record in done
+            ]
         rewards = [r for r in (record.reward for _, record in done) if r is not None]
         span = f", reward {rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else ""
         numbers = words.ranges(e["update"] for e, _ in done)

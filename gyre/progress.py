@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gyre import words
+from gyre import figures, words
 from gyre.config import Config, load
 from gyre.errors import UserError
 from gyre.live_view import ASCII, UNICODE, Picture, event_line, render
@@ -113,7 +113,7 @@ class RunReader:
         if event["kind"] != "update_done":
             return words.describe(self.config, event)
         record = self.metrics.updates[event["update"]]
-        return words.update_line(self.config, event, record.reward, record.joined)
+        return words.update_line(self.config, event, record.reward, record.joined, figures.short(record.metrics))
 
     def silent_seconds(self, now: float, monotonic: float) -> float | None:
         """How long a run that should be alive has given no sign of life; None while there is no reason to worry."""
@@ -136,6 +136,7 @@ class RunReader:
             status=self.status,
             notice=self._notice(now, monotonic),
             rewards=self.metrics.rewards,
+            figures=self.metrics.done[-1].metrics if self.metrics.done else {},
             events=tuple(self.recent),
             seconds_left=self.metrics.seconds_left(now),
             updates_done=self.metrics.update_count,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gyre import words
+from gyre import figures, words
 from gyre.config import load
 from gyre.metrics import RunMetrics
 from gyre.run_dir import RunDir, read_events, read_json, write_atomic
@@ -59,7 +60,8 @@ def report(run_dir: Path | str, width: int = 100, colour: bool = False) -> str:
 
 def table(run: RunDir, summary: dict[str, Any]) -> Group:
     """The summary as rich renders it."""
-    return Group(_headline(summary), _updates(summary), _totals(summary), Text(f"Everything is in {run.path}", "dim"))
+    rows = _updates(summary)
+    return Group(_headline(summary), *rows, _totals(summary), Text(f"Everything is in {run.path}", "dim"))
 
 
 def _headline(summary: dict[str, Any]) -> Text:
@@ -74,34 +76,82 @@ def _headline(summary: dict[str, Any]) -> Text:
     return text
 
 
-#: Updates that the table shows at the most, the first and the last ones.
+#: Updates that the tables show at the most, the first and the last ones.
 _SHOWN_UPDATES = 16
+_Column = Callable[[dict[str, Any]], str]
 
 
-def _updates(summary: dict[str, Any]) -> Table | Text:
-    columns = ("per_update", "reward", "staleness", "suspensions")
-    rows = list(zip(*(summary[name] for name in columns), strict=True))
+def _figure(key: str) -> _Column:
+    return lambda row: figures.shown(row["metrics"], key)
+
+
+def _staleness(row: dict[str, Any]) -> str:
+    """Over trained tokens; a log that does not have that has it over groups."""
+    by_group = "" if row["staleness"] is None else f"{row['staleness']:.2f}"
+    return figures.shown(row["metrics"], "staleness_mean") or by_group
+
+
+def _micro_steps(row: dict[str, Any]) -> str:
+    """How many, and by the core and each satellite where they are few."""
+    counts = [row["micro_steps"][rank] for rank in sorted(row["micro_steps"], key=int)]
+    each = f" ({'+'.join(map(str, counts))})" if 1 < len(counts) <= _SHOWN_SHARES else ""
+    return f"{sum(counts)}{each}"
+
+
+#: Cells whose shares of an update have room in a column.
+_SHOWN_SHARES = 4
+#: What an update taught, and what it was made of; a column is left out where no update has anything in it.
+_LEARNT: dict[str, _Column] = {
+    "update": lambda row: str(row["update"]),
+    "reward": lambda row: "" if row["reward"] is None else f"{row['reward']:.3f}",
+    "loss": _figure("loss"),
+    "entropy": _figure("entropy"),
+    "kl": _figure("kl"),
+    "kl ref.": _figure("kl_reference"),
+    "clipped": _figure("clip_fraction"),
+    "trunc.": _figure("truncated_fraction"),
+    "mismatch": _figure("mismatch_mean"),
+    "norm": _figure("grad_norm"),
+    "lr": _figure("lr"),
+}
+_MADE: dict[str, _Column] = {
+    "update": lambda row: str(row["update"]),
+    "groups": lambda row: str(row["groups"]),
+    "joined": lambda row: words.ranges(row["joined"]),
+    "micro-steps": _micro_steps,
+    "tokens": _figure("tokens"),
+    "fill": _figure("fill"),
+    "staleness": _staleness,
+    "suspended": lambda row: str(row["suspensions"] or ""),
+    "seconds": lambda row: f"{row['seconds']:.1f}",
+    "compute": _figure("seconds_compute"),
+    "wait": _figure("seconds_wait"),
+}
+
+
+def _updates(summary: dict[str, Any]) -> list[RenderableType]:
+    columns = ("reward", "staleness", "suspensions")
+    values = zip(*(summary[name] for name in columns), strict=True)
+    rows = [
+        row | dict(zip(columns, value, strict=True)) for row, value in zip(summary["per_update"], values, strict=True)
+    ]
     if not rows:
-        return Text("No update was made.")
+        return [Text("No update was made.")]
+    return [_grid(rows, _LEARNT), Text(), _grid(rows, _MADE), Text()]
+
+
+def _grid(rows: list[dict[str, Any]], columns: dict[str, _Column]) -> Table:
+    half = _SHOWN_UPDATES // 2
+    first, last = (rows[:half], rows[-half:]) if len(rows) > _SHOWN_UPDATES else (rows, [])
+    cells = {name: [column(row) for row in (*first, *last)] for name, column in columns.items()}
+    cells = {name: texts for name, texts in cells.items() if any(texts)}
     grid = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("update", "reward", "groups", "joined", "micro-steps", "staleness", "suspended", "seconds"):
-        grid.add_column(name, justify="right")
-    skipped = range(_SHOWN_UPDATES // 2, len(rows) - _SHOWN_UPDATES // 2) if len(rows) > _SHOWN_UPDATES else range(0)
-    for i, (row, reward, staleness, suspensions) in enumerate(rows):
-        if i in skipped:
-            if i == skipped.start:
-                grid.add_row("...")
-            continue
-        grid.add_row(
-            str(row["update"]),
-            "-" if reward is None else f"{reward:.3f}",
-            str(row["groups"]),
-            words.ranges(row["joined"]) or "-",
-            str(sum(row["micro_steps"].values())),
-            "-" if staleness is None else f"{staleness:.2f}",
-            str(suspensions or "-"),
-            f"{row['seconds']:.1f}",
-        )
+    for name in cells:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for i, texts in enumerate(zip(*cells.values(), strict=True)):
+        if last and i == half:
+            grid.add_row("...")
+        grid.add_row(*(text or "-" for text in texts))
     return grid
 
 
@@ -123,6 +173,13 @@ def _totals(summary: dict[str, Any]) -> Table:
     grid.add_row("tokens", f"{summary['tokens']:,} sampled, {summary['tokens_per_second']:.1f} a second")
     if line := _masked(summary["masked"], summary["tokens"]):
         grid.add_row("masked", line)
+    if refused := summary["refused_samples"]["samples"]:
+        grid.add_row("refused", _refused(refused, summary["refused_samples"]))
+    if line := _shares(summary["micro_step_share"]):
+        grid.add_row("micro-steps", line)
+    if seconds := sum(summary["core_seconds"].values()):
+        parts = (f"{value / seconds:.0%} {name}" for name, value in summary["core_seconds"].items())
+        grid.add_row("core in updates", ", ".join(parts))
     grid.add_row("moves", _moves(summary["moves"]))
     if busy is not None:
         started = "" if after is None else f" ({after:.0%} once everything had started)"
@@ -158,6 +215,26 @@ def _masked(masked: dict[str, int], tokens: int) -> Text | None:
             "bold yellow",
         )
     return text
+
+
+def _refused(count: int, refused: dict[str, int]) -> Text:
+    """Samples that are not trained on for their length: the setting is to be looked at."""
+    return Text(
+        f"{words.count(count, 'sample')} over the limit, the longest of {refused['longest']:,} tokens, not trained on; "
+        "see train.sample_limit",
+        "bold yellow",
+    )
+
+
+def _shares(shares: dict[str, float]) -> str:
+    """Who finished how much of all micro-steps; nothing where the core made them alone."""
+    if len(shares) < 2:
+        return ""
+    if len(shares) <= 2 * _SHOWN_SHARES:
+        return ", ".join(f"cell {rank} {share:.0%}" for rank, share in shares.items())
+    others = [share for rank, share in shares.items() if rank != "0"]
+    core = f"cell 0 {shares.get('0', 0.0):.0%}"
+    return f"{core}, {len(others)} satellites {min(others):.1%} to {max(others):.1%} each"
 
 
 def _moves(moves: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@
 <run>/events.jsonl                one event a line, written by rank 0 alone (`gyre.events`)
 <run>/status.json                 what the live view shows, replaced every second
 <run>/summary.json                written when an attempt ends
+<run>/metrics.jsonl               the figures of each update that counts, one update a line
 <run>/trace.jsonl                 how long the executions took, for simulations; written when an attempt ends
 <run>/rendezvous.json             where the present attempt's store is; readable by its owner only
 <run>/lock                        held by rank 0 while an attempt runs
@@ -84,6 +85,7 @@ class RunDir:
         self.events = self.path / "events.jsonl"
         self.status = self.path / "status.json"
         self.summary = self.path / "summary.json"
+        self.metrics = self.path / "metrics.jsonl"
         self.trace = self.path / "trace.jsonl"
         self.rendezvous = self.path / "rendezvous.json"
         self.checkpoints = self.path / "checkpoints"

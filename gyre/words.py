@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gyre.config import Config
+
+#: Names of cells that are longer than this are counted instead.
+_LONG = 12
 
 
 def duration(seconds: float) -> str:
@@ -73,19 +76,16 @@ def rank_names(config: Config, ranks: Iterable[int]) -> str:
     return ", ".join(f"{noun}{'s' if len(some) > 1 else ''} {ranges(some)}" for noun, some in sorts.items())
 
 
-def _reward(value: float | None) -> str:
-    return "" if value is None else f"reward {value:.3f}, "
-
-
-def update_line(config: Config, event: dict[str, Any], reward: float | None, joined: Iterable[int]) -> str:
-    """What an `UpdateDone` says."""
-    joined = list(joined)
-    helpers = f" with {rank_names(config, joined)}" if joined else " alone"
-    steps = sum(event["micro_steps"].values())
-    return (
-        f"update {event['update']} of {config.train.updates} done: {_reward(reward)}core{helpers}, "
-        f"{count(steps, 'micro-step')}, {duration(event['seconds'])}"
-    )
+def update_line(
+    config: Config, event: dict[str, Any], reward: float | None, joined: Iterable[int], figures: Sequence[str] = ()
+) -> str:
+    """What an `UpdateDone` says; `figures` are those of `gyre.figures.short`."""
+    cells = [0, *joined]
+    names = rank_names(config, cells)
+    who = names if len(names) <= _LONG else count(len(cells), "cell")
+    learnt = ", ".join([*([] if reward is None else [f"reward {reward:.3f}"]), *figures])
+    done = f"{who}, {duration(event['seconds'])}"
+    return f"update {event['update']} of {config.train.updates}: {learnt}{'; ' if learnt else ''}{done}"
 
 
 def describe(config: Config, event: dict[str, Any]) -> str | None:
@@ -111,6 +111,11 @@ def describe(config: Config, event: dict[str, Any]) -> str | None:
         return f"batch {event['batch']} {word} {executions}"
     if kind == "group_dropped":
         return f"group {event['group']} dropped: {event['reason']}"
+    if kind == "sample_refused":
+        return (
+            f"group {event['group']}: a sample of {event['tokens']:,} tokens is over the limit of {event['limit']:,} "
+            "(train.sample_limit) and is not trained on"
+        )
     if kind == "move_started":
         moved = f", {count(len(event['rerouted']), 'execution')} rerouted" if event["rerouted"] else ""
         return f"{rank_name(config, event['rank'])} to {event['target'].lower()}: {event['reason']}{moved}"

@@ -13,6 +13,15 @@ from gyre.run_dir import RunDir
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus, encode
 
 START = 1_760_000_000.0
+#: What a trainer says of an update.
+METRICS = {
+    "loss": -0.11651, "reward": 0.25, "grad_norm": 2.4413, "lr": 2.5e-5, "tokens": 12_345.0, "weight": 32.0,
+    "clip_fraction": 0.0215, "truncated_fraction": 0.0004, "ratio_mean": 0.9989, "ratio_min": 0.71, "ratio_max": 1.39,
+    "kl": 0.01039, "kl_reference": 0.0312, "entropy": 0.3536, "mismatch_mean": 0.00712, "mismatch_max": 0.2218,
+    "groups": 4, "sequence_tokens": 51_350, "fill": 0.9643, "staleness_mean": 0.1435, "staleness_max": 1,
+    "cell_seconds": 17.0, "seconds_compute": 7.2, "seconds_wait": 1.3, "seconds_reduce": 0.6, "seconds_step": 0.5,
+    "seconds_snapshot": 0.4,
+}  # fmt: skip
 
 
 def make_config(**changes: Any) -> Config:
@@ -69,14 +78,21 @@ class Script:
         self.say(e.RoleReached(rank, 1, self.epoch, between), seconds / 2)
         self.say(e.RoleReached(rank, 1, self.epoch, target), seconds / 2)
 
-    def update(self, update: int, groups: list[int], joined: tuple[int, ...] = (1,), seconds: float = 10.0) -> None:
+    def update(
+        self,
+        update: int,
+        groups: list[int],
+        joined: tuple[int, ...] = (1,),
+        seconds: float = 10.0,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
         self.say(e.UpdateOpened(update))
         for position, rank in enumerate(joined, 1):
             self.say(e.CellJoined(rank, update, position), 1)
         for group in groups:
             self.say(e.GroupTaken(group, update), 0.5)
         steps = {str(rank): 2 for rank in (0, *joined)}
-        self.say(e.UpdateDone(update, 1 + len(joined), steps, seconds, {"loss": 0.1}), seconds)
+        self.say(e.UpdateDone(update, 1 + len(joined), steps, seconds, metrics or METRICS), seconds)
 
     def publish(self, version: int) -> None:
         self.say(e.PolicyCommitted(version, f"checksum-{self.attempt}-{version}", 0.5), 0.5)

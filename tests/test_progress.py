@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 
 from gyre import events as e
+from gyre import figures, words
 from gyre.errors import UserError
 from gyre.live_view import ASCII, UNICODE, Picture, bar, render, sparkline
 from gyre.plain import PlainReporter, gap, phases_line
 from gyre.progress import DEAD_SECONDS, RunReader, Tail, watch
 from gyre.status import RankStatus, RunStatus, decode, decode_rank, encode
-from tests.fake_run import START, Script, make_config, make_status, starting_status, write_run
+from tests.fake_run import METRICS, START, Script, make_config, make_status, starting_status, write_run
 
 
 def text_of(picture: Picture, width: int = 100, height: int = 30, glyphs=UNICODE) -> list[str]:
@@ -49,19 +50,19 @@ def test_status_round_trip_and_unknown_keys() -> None:
 # -- live view -------------------------------------------------------------------------------------------------------
 def test_the_view_says_all_that_matters() -> None:
     text = "\n".join(text_of(running(events=["10:00:00  policy 2 published"])))
-    for words in (
+    for word in (
         "update 3 of 6", "policy 2", "about 1m 15s left", "5 of 4 slots", "3 running, 2 queued", "1 ready, 2 taken",
         "2 finished, 4 claimed, 5 published", "0.750", "76 tokens/s", "would not cover w 5", "0 core", "TRAINING",
         "update 3: micro-step 3", "RELEASING", "50%", "3/4", "(start 2)", "3 host", "policy 2 published",
     ):  # fmt: skip
-        assert words in text, words
+        assert word in text, word
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 100, 200])
 @pytest.mark.parametrize("height", [1, 3, 8, 12, 24, 60])
 @pytest.mark.parametrize("cells", [3, 1000])
 def test_every_frame_fits_its_terminal(width: int, height: int, cells: int) -> None:
-    pictures = [running(events=["e" * 150] * 20), Picture(make_config(), START, None, "waiting " * 10)]
+    pictures = [running(events=["e" * 150] * 20, figures=METRICS), Picture(make_config(), START, None, "waiting " * 10)]
     pictures.append(Picture(make_config(), START, starting_status(START)))
     if cells > 3:
         pictures[0].status.ranks = [  # type: ignore[union-attr]
@@ -74,6 +75,13 @@ def test_every_frame_fits_its_terminal(width: int, height: int, cells: int) -> N
             assert all(len(line.rstrip()) <= width for line in lines)
             if glyphs is ASCII:
                 assert "\n".join(lines).replace("…", "").isascii()
+
+
+def test_the_last_update_has_a_line_where_anything_is_known_of_it() -> None:
+    text = "\n".join(text_of(running(figures=METRICS)))
+    for figure in ("loss -0.117", "entropy 0.35", "kl 0.010", "clipped 2.1%", "norm 2.44", "stale 0.14 (1)", "96%"):
+        assert figure in text
+    assert "last update" not in "\n".join(text_of(running()))
 
 
 def test_ranks_without_room_are_counted_and_trouble_is_shown() -> None:
@@ -124,7 +132,9 @@ def test_a_reader_follows_a_run_from_before_its_start(tmp_path: Path) -> None:
     assert len(events) == len(script.events)
     picture = reader.picture(script.t, 2)
     assert picture is not None and picture.notice == "" and picture.rewards == [0.25] and picture.updates_done == 1
-    assert any("update 1 of 6 done: reward 0.250, core with cell 1" in line for line in picture.events)
+    assert any(
+        "update 1 of 6: reward 0.250, entropy 0.35, kl 0.010, norm 2.4; cells 0, 1" in line for line in picture.events
+    )
     run.status.write_text("half a sta")
     reader.poll(script.t, 3)
     assert reader.status is not None
@@ -218,13 +228,35 @@ def test_plain_lines_tell_a_run() -> None:
     script.say(e.RankLost(2, 1, "silent for 30 s"))
     script.end()
     text = Played().play(script.events)
-    for words in (
+    for word in (
         "attempt 1 starts", "ready: cell 0", "ready: host 3", "batch 1 dispatches 8 executions", "now training: cell 0",
-        "update 1 of 6 done: reward 0.250, core with cell 1, 4 micro-steps, 10s", "now in rollout: cell",
+        "update 1 of 6: reward 0.250, entropy 0.35, kl 0.010, norm 2.4; cells 0, 1, 10s", "now in rollout: cell",
         "policy 2 published", "cell 2 lost: silent for 30 s", "attempt completed", "5 executions outstanding, 4 slots",
     ):  # fmt: skip
-        assert words in text, words
+        assert word in text, word
     assert all(line[:4].isdigit() and line[19:21] == "  " for line in text.splitlines())
+
+
+def test_a_line_of_an_update_fits_beside_its_time() -> None:
+    metrics = {**METRICS, "entropy": 10.5, "kl": 1.2e-5, "grad_norm": 0.00123}
+    event = {"update": 1234, "seconds": 5400.0}
+    for joined in ([], [1], [1, 2, 3], [1, 3, 5, 7], list(range(1, 128))):
+        line = words.update_line(make_config(train__updates=2000), event, 0.5, joined, figures.short(metrics))
+        assert "reward 0.500, entropy 10.50, kl 1.2e-05, norm 0.0012; " in line and line.endswith(", 1h 30m")
+        assert len(line) + len("2026-03-02 14:07:41  ") <= 114
+    bare = words.update_line(make_config(), {"update": 1, "seconds": 3.0}, None, [])
+    assert bare == "update 1 of 6: cell 0, 3.0s"
+    usual = words.update_line(make_config(), {"update": 3, "seconds": 14.0}, 0.9, [1, 2], figures.short(METRICS))
+    assert len(usual) + len("2026-03-02 14:07:41  ") <= 100
+
+
+def test_a_refused_sample_is_told_with_the_setting_that_refuses_it() -> None:
+    script = Script()
+    script.start()
+    script.say(e.SampleRefused(12, 96, 9412, 8192))
+    script.say(e.SampleRefused(12, 97, 8200, 8192))
+    line = "group 12: a sample of 9,412 tokens is over the limit of 8,192 (train.sample_limit) and is not trained on"
+    assert f"{line} (and 1 more like it)" in Played().play(script.events)
 
 
 def test_a_day_stays_readable() -> None:

@@ -12,7 +12,7 @@ from gyre.metrics import RunMetrics
 from gyre.report import _conversations, report, summarise, write_summary
 from gyre.status import RankStatus
 from gyre.usage import UsageMeter
-from tests.fake_run import START, Script, make_config, write_run
+from tests.fake_run import METRICS, START, Script, make_config, write_run
 
 
 def metrics_of(script: Script) -> RunMetrics:
@@ -64,6 +64,59 @@ def test_masked_tokens_are_told_with_their_reasons(tmp_path: Path, greedy: int, 
     assert (
         f"{greedy + 10} tokens ({greedy + 10}%) not to be trained on: {greedy + 3} greedy, 7 abandoned" in text
     ) is (greedy > 0)
+
+
+def test_refused_samples_count_once_over_all_attempts(tmp_path: Path) -> None:
+    script = Script()
+    for _ in range(2):  # a group that is not trained on when an attempt ends is read again by the next one
+        script.start()
+        script.say(e.SampleRefused(3, 6, 9412, 8192))
+        script.say(e.SampleRefused(3, 6, 10_000, 8192))
+    run = write_run(tmp_path, make_config(), script.events, None)
+    assert summarise(run)["refused_samples"] == {"samples": 2, "tokens": 19_412, "longest": 10_000}
+    assert "2 samples over the limit, the longest of 10,000 tokens" in report(run.path)
+    empty = write_run(tmp_path, make_config(), [], None)
+    assert "over the limit" not in report(empty.path)
+
+
+def test_figures_of_updates_fit_a_page_and_missing_ones_are_left_out(tmp_path: Path) -> None:
+    script = two_updates()
+    run = write_run(tmp_path / "r", make_config(), script.events, None)
+    text = report(run.path)
+    assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
+    for shown in ("-0.117", "0.0071 (0.22)", "2.5e-05", "0.14 (1)", "4 (2+2)", "12.3k", "6 (2+2+2)"):
+        assert shown in text
+    assert "cell 0 40%, cell 1 40%, cell 2 20%" in text and "72% computing" in text
+    for event in script.events:
+        if event["kind"] == "update_done":
+            event["metrics"] = {"loss": 0.5} if event["update"] == 1 else {}
+    run = write_run(tmp_path / "old", make_config(), script.events, None)
+    text = report(run.path)
+    assert "loss" in text and "0.500" in text and "entropy" not in text and "computing" not in text
+    assert summarise(run)["core_seconds"] == {}
+
+
+def test_a_long_run_shows_its_first_and_last_updates(tmp_path: Path) -> None:
+    script = Script()
+    script.start()
+    for update in range(1, 31):
+        script.batch(update)
+    text = report(write_run(tmp_path, make_config(train__updates=30), script.events, None).path)
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("    ") and line.split()][:18] == [
+        "1", "2", "3", "4", "5", "6", "7", "8", "23", "24", "25", "26", "27", "28", "29", "30", "1", "2",
+    ]  # fmt: skip
+    assert text.count("...") == 2
+
+
+def test_the_line_of_an_update_for_programs() -> None:
+    script = two_updates()
+    script.update(3, [8], (), metrics={"loss": float("nan"), "kl": 0.5})
+    lines = [record.flat for record in metrics_of(script).done]
+    assert [line["update"] for line in lines] == [1, 2, 3]
+    assert lines[1]["share"] == {"0": 0.3333, "1": 0.3333, "2": 0.3333} and lines[1]["members"] == 3
+    assert lines[0]["reward"] == 0.25 and lines[0]["mismatch_max"] == METRICS["mismatch_max"]
+    assert (lines[2]["loss"], lines[2]["kl"]) == (None, 0.5)
+    json.dumps(lines, allow_nan=False)
 
 
 def test_executions_counted_from_zero_or_one() -> None:
