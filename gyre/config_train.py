@@ -45,8 +45,10 @@ class TrainConfig(Section):
         description="execution: the mean over an execution's tokens, then over executions; token: over all tokens. "
         "Null is the objective's own.",
     )
-    advantages: Literal["group", "shuffled"] = Field(
-        "group", description="group: relative to the group; shuffled: the control that must not learn."
+    advantages: Literal["group", "shuffled", "ones"] = Field(
+        "group",
+        description="group: relative to the group; shuffled: the control that must not learn; ones: 1 for every "
+        "execution, so that every token is compared (launch.py selftest).",
     )
     lr: float = Field(1.0e-6, ge=0, description="Learning rate of AdamW, at the top of the schedule.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

@@ -53,8 +53,8 @@ def rows_of(run_dir: RunDir, config: Config, group: int, executions: list[int]) 
     """Samples of a group with their advantages, and the scores they come from; blocking.
 
     Executions without a score are left out. With `train.advantages: shuffled` the advantages change places within the
-    group, by seed and group alone: what is rewarded then has nothing to do with what was done. A group in which every
-    advantage is 0 has no rows.
+    group, by seed and group alone: what is rewarded then has nothing to do with what was done. With `ones` every token
+    is trained on, as a self-test needs it. A group in which every advantage is 0 has no rows.
     """
     from gyre.trajectories.advantages import group_relative
     from gyre.trajectories.sampling import samples
@@ -63,6 +63,8 @@ def rows_of(run_dir: RunDir, config: Config, group: int, executions: list[int]) 
     scored = [n for n in executions if outcomes[n].get("score") is not None]
     scores = [float(outcomes[n]["score"]) for n in scored]
     advantages = list(group_relative(scores)) if scores else []
+    if config.train.advantages == "ones":
+        advantages = [1.0] * len(scores)
     if config.train.advantages == "shuffled":
         order = np.random.default_rng([config.seed, group]).permutation(len(advantages))
         advantages = [advantages[i] for i in order]
