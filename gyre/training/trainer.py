@@ -69,33 +69,34 @@ import torch
 
 from gyre import checkpoint
 from gyre import config as configuration
+from gyre.checksum import add, combine
 from gyre.child import Endpoint
-from gyre.errors import ChildFailed, InvariantBroken, StreamConflict
+from gyre.errors import ChildFailed, InvariantBroken, StreamConflict, WeightsMismatch
 from gyre.faults import fault
 from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
-from gyre.training.core import CoreModel, begin_world
-from gyre.training.gradients import Groups, ReduceFailed
-from gyre.training.model import DTYPES, SatelliteModel, trim_heap
-from gyre.training.slots import Slots, remove_shared, shared_prefix
+from gyre.training.crew import Crew
+from gyre.training.part import Desk, Sum
+from gyre.training.slots import Filled, Slots, Spec, remove_shared, shared_prefix
 from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
-from gyre.training.timed import TimedCore, TimedSatellite
-from gyre.training.update import CorePart, Desk, SatellitePart, Sum
+from gyre.training.update import CorePart, SatellitePart
+from gyre.training.worker import Start
 
 log = logging.getLogger(__name__)
 
-_GROUP_TIMEOUT = 60.0
 _JOIN_TIMEOUT = 600.0
 _PULL_TIMEOUT = 120.0
 
 
 class Trainer:
-    """The operations of the module's docstring."""
+    """The operations of the module's docstring, by the lead of a cell's workers."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._model: CoreModel | TimedCore | SatelliteModel | TimedSatellite | None = None
+        self._crew: Crew | None = None
+        self._specs: list[Spec] = []  # of the whole model
+        self._snapshot = -1  # the one whose weights are held; -1 for none
         self._sum: Sum | None = None  # of a suspended update, at the core
         self._slots: Slots | None = None
         self._claims: Claims | None = None
@@ -124,31 +125,33 @@ class Trainer:
         self._attempt, self._member, self._secret = attempt, (rank, incarnation), secret
         self._address, self._scratch, self._directory = address, scratch, Path(model)
         self._patience, self._work_limit = patience, work_limit
-        self._store = Store.connect(prefix, store[0], int(store[1]))
         self._core = rank == 0
-        self._device = torch.device("cuda", 0) if self._config.cells.gpus else torch.device("cpu")
-        torch.set_num_threads(self._config.train.threads)
-        torch.manual_seed(self._config.seed)
-        begin_world(self._device, self._config.network.interface)
-        self._groups = Groups(lambda: self._store.clone().torch_store, rank, self._device, address, _GROUP_TIMEOUT)
-        answer = self._start_core() if self._core else self._start_satellite()
-        answer["parameters"] = sum(spec.bytes // spec.dtype.itemsize for spec in self._model.specs)
+        commit = None
+        if self._core:
+            remove_shared(self._run_dir.path, keep_attempt=attempt)
+            checkpoint.clean(self._run_dir)
+            commit = checkpoint.latest(self._run_dir)
+        weights = commit.model(self._run_dir) if commit else self._directory
+        start = Start(run_dir, rank, (store[0], int(store[1])), prefix, model, str(weights), address)
+        self._crew = Crew(start, self._config.workers)
+        self._store = Store.connect(prefix, *start.store)
+        self._specs = self._all_specs()
+        answer = self._start_core(commit) if self._core else {}
+        self.park()  # torch keeps freed device memory for itself until it is told to give it back
+        answer["parameters"] = sum(spec.bytes // spec.dtype.itemsize for spec in self._specs)
         return answer | {"seconds": time.monotonic() - begun}
 
-    def _start_core(self) -> dict[str, Any]:
-        train = self._config.train
-        remove_shared(self._run_dir.path, keep_attempt=self._attempt)
-        checkpoint.clean(self._run_dir)
-        commit = checkpoint.latest(self._run_dir)
-        weights = commit.model(self._run_dir) if commit else self._directory
-        if train.kind == "timed":
-            self._model = TimedCore(weights, self._config)
-        else:
-            self._model = CoreModel(weights, self._config, self._device)
+    def _all_specs(self) -> list[Spec]:
+        """The tensors of all stages, in their order."""
+        shards = self._config.shards
+        listed = [spec for answer in self._crew.order("specs")[::shards] for spec in answer["specs"]]
+        return [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in listed]
+
+    def _start_core(self, commit: checkpoint.Commit | None) -> dict[str, Any]:
         if commit:
-            checkpoint.restore(self._run_dir, commit, self._model.restore, self._model.checksum)
+            checkpoint.restore(self._run_dir, commit, self._restore_state, self._checksum_held)
         version = commit.version if commit else 0
-        per_batch = train.updates_per_batch
+        per_batch = self._config.train.updates_per_batch
         # the newest snapshot stays, and so does the policy that is announced; with one update a batch they agree
         self._slots = Slots(
             shared_prefix(self._run_dir.path, self._attempt),
@@ -156,31 +159,22 @@ class Trainer:
             lambda held, new: held == new - 1 or held == (new - 1) // per_batch * per_batch,
         )
         self._publish(version * per_batch)
-        self.park()
-        return {"version": version, "snapshot": self._model.snapshot, "checksum": self._checksum}
-
-    def _start_satellite(self) -> dict[str, Any]:
-        config = self._config
-        if config.train.kind == "timed":
-            self._model = TimedSatellite(self._directory, config)
-        else:
-            self._model = SatelliteModel(self._directory, DTYPES[config.model.dtype], config.train, self._device)
-        self.park()  # torch keeps freed device memory for itself until it is told to give it back
-        return {}
+        return {"version": version, "snapshot": self._snapshot, "checksum": self._checksum}
 
     # -- weights -----------------------------------------------------------------------------------------------------
     def _publish(self, snapshot: int) -> None:
-        """Write the core's weights into a slot and announce them."""
-        model = self._model
-        announcement = self._slots.write(snapshot, model.named(), model.specs)
+        """Write the core's weights into a slot, each worker its own, and announce them."""
+        with self._slots.begin(snapshot, self._specs) as writing:
+            filled = self._crew.order("fill", path=str(writing.path))
+            announcement = writing.seal([Filled(**answer) for answer in filled])
         url = self._store.get("snapshots") or ""
         announcement = replace(announcement, node=self._address, url=url)
-        model.snapshot, self._checksum = snapshot, announcement.checksum
+        self._snapshot, self._checksum = snapshot, announcement.checksum
         self._store.set(f"snapshot/{snapshot}", announcement.encode())
 
     def _pull(self, snapshot: int, part: SatellitePart) -> bool:
         """Have the weights of a snapshot; False where the update ended while waiting for them."""
-        if self._model.snapshot == snapshot:
+        if self._snapshot == snapshot:
             return True
         part.stage("pulling")
         deadline = time.monotonic() + _JOIN_TIMEOUT
@@ -188,37 +182,57 @@ class Trainer:
             if part.ended() or time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
+        self._snapshot = -1
         with snapshots.pull(self._store, snapshot, self._scratch, self._secret, self._address, _PULL_TIMEOUT) as pulled:
-            self._model.load(pulled)
+            self._crew.order("load", path=str(pulled.path), snapshot=snapshot, checksum=pulled.checksum)
+            if (found := self._checksum_held()) != pulled.checksum:
+                raise WeightsMismatch(f"snapshot {snapshot}: checksum {found}, announced {pulled.checksum}")
+        self._snapshot = snapshot
         return True
+
+    def _checksum_held(self) -> str:
+        """Checksum of what the workers hold.
+
+        Raises:
+            WeightsMismatch: the shards of a stage do not hold the same.
+        """
+        shards, total = self._config.shards, {}
+        answers = [answer["sums"] for answer in self._crew.order("sums")]
+        for stage in range(self._config.train.stages):
+            first, *others = answers[stage * shards : (stage + 1) * shards]
+            if any(other != first for other in others):
+                raise WeightsMismatch(f"the shards of stage {stage} hold different weights")
+            total = add(total, first)
+        return combine(total)
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def wake(self) -> dict[str, Any]:
         """Take device memory back; a satellite takes it with the weights it pulls."""
         begun = time.monotonic()
-        if self._core:
-            self._model.wake()
+        self._crew.order("wake")
         return {"seconds": time.monotonic() - begun}
 
     def park(self) -> dict[str, Any]:
         """Give device memory back."""
         begun = time.monotonic()
-        if self._core:
-            self._model.park(keep_sum=self._sum is not None)
-        else:
-            self._model.park()
+        self._crew.order("park", keep_sum=self._sum is not None)
+        if not self._core:
+            self._snapshot = -1
         return {"seconds": time.monotonic() - begun}
 
     def memory(self) -> dict[str, Any]:
-        """What is held now."""
-        return self._model.memory()
+        """What is held now, by all workers together."""
+        answers = self._crew.order("memory")
+        if len(answers) > 1:
+            log.info("memory by worker: %s", answers)
+        return {name: sum(answer[name] for answer in answers) for name in answers[0]}
 
     def checksum(self) -> dict[str, Any]:
         """Checksum of the weights held now."""
-        if self._model.snapshot < 0:
+        if self._snapshot < 0:
             return {"checksum": "", "snapshot": -1}
         self.wake()
-        return {"checksum": self._model.checksum(), "snapshot": self._model.snapshot}
+        return {"checksum": self._checksum_held(), "snapshot": self._snapshot}
 
     # -- updates -----------------------------------------------------------------------------------------------------
     def groups(self, generation: int, ranks: list[int]) -> None:
@@ -227,12 +241,11 @@ class Trainer:
         A generation whose groups do not come about is dead: rounds then make groups of their own, at some cost.
         """
         name = f"g{generation}"
-        self._groups.keep_only(name)
-        try:
-            self._groups.build_prefixes(name, ranks)
-        except ReduceFailed as error:
-            log.warning("generation %d: %s", generation, error)
-            self._store.set(f"groups/{name}/dead", "1")
+        self._crew.order("keep_only", group=name)
+        for answer in self._crew.order("groups", group=name, ranks=ranks):
+            if answer["failed"]:
+                log.warning("generation %d: %s", generation, answer["failed"])
+                self._store.set(f"groups/{name}/dead", "1")
 
     def _desk(self) -> Desk:
         if self._claims is None:
@@ -241,25 +254,24 @@ class Trainer:
                 raise ChildFailed("the feeder was not announced")
             self._claims = Claims(url, self._secret, self._member)
         pulse = Pulse(self._work_limit)
-        return Desk(self._store, self._claims, self._groups, self._member, self._endpoint.emit, pulse, self._patience)
+        return Desk(self._store, self._claims, self._member, self._endpoint.emit, pulse, self._patience)
 
     def train(self, update: int, position: int, generation: int, members: list[int]) -> dict[str, Any]:
         """This cell's part in an update."""
         begun = time.monotonic()
         self.wake()
-        self._groups.keep_only(f"g{generation}")
+        self._crew.order("keep_only", group=f"g{generation}")
         if position == 0:
             return self._train_core(update, generation, members, begun)
         return self._train_satellite(update, position)
 
     def _train_satellite(self, update: int, position: int) -> dict[str, Any]:
-        model = self._model
         if self._core:
             raise InvariantBroken(5, f"the core cannot be member {position} of an update")
-        part = SatellitePart(self._desk(), model, update, position, self._core_member())
+        part = SatellitePart(self._desk(), self._crew, update, position, self._core_member())
         if not self._pull(update - 1, part):
             return {"how": "missed", "micro_steps": 0, "detail": "the window closed before the weights came"}
-        model.accumulators.begin()
+        self._crew.begin(update)
         how = part.run(_JOIN_TIMEOUT)
         detail = {"missed": "the window had closed", "failed": "barred from the update"}.get(how, "")
         return {"how": how, "micro_steps": len(part.sum.micro_steps), "detail": detail, "seconds": part.clock.seconds}
@@ -268,26 +280,24 @@ class Trainer:
         return 0, self._store.add("incarnation/0", 0)
 
     def _train_core(self, update: int, generation: int, members: list[int], begun: float) -> dict[str, Any]:
-        model = self._model
-        if not self._core or model.snapshot != update - 1:
-            raise StreamConflict(f"update {update} needs the weights of update {update - 1}, not {model.snapshot}")
+        if not self._core or self._snapshot != update - 1:
+            raise StreamConflict(f"update {update} needs the weights of update {update - 1}, not {self._snapshot}")
         if self._sum is None or self._sum.update != update:
             self._sum = Sum(update)
-            model.accumulators.begin()
+            self._crew.begin(update)
         total = self._sum
-        part = CorePart(self._desk(), model, total, generation, members)
+        part = CorePart(self._desk(), self._crew, total, generation, members)
         if part.run() == "suspended":
             total.seconds += time.monotonic() - begun
             return {"how": "suspended", "members": total.most}
         with beating(self._store, update, self._member, part.desk.pulse):
             metrics = self._step(part)
         self._sum = None
-        model.accumulators.flat.release()
         return {
             "how": "done",
             "members": total.most,
             "micro_steps": {str(rank): count for rank, count in sorted(total.by_rank.items())},
-            "snapshot": model.snapshot,
+            "snapshot": self._snapshot,
             "checksum": self._checksum,
             "seconds": total.seconds + time.monotonic() - begun,
             "metrics": metrics,
@@ -299,7 +309,7 @@ class Trainer:
         begun = time.monotonic()
         part.stage("stepping")
         fault(f"update:{update}:stepping", 0)
-        norm = self._model.step(sums.weight, self._config.train.clip_norm)
+        norm = self._crew.step(sums.weight, self._config.train.clip_norm)
         clock.add("step", begun)
         part.desk.pulse.beat()
         begun = time.monotonic()
@@ -325,26 +335,33 @@ class Trainer:
     def commit(self, version: int, update: int, cursor: Any) -> dict[str, Any]:
         """Make a policy version durable."""
         self.wake()
-        begun, model = time.monotonic(), self._model
-        if not self._core or model.snapshot != update:
-            raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {model.snapshot}")
+        begun = time.monotonic()
+        if not self._core or self._snapshot != update:
+            raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {self._snapshot}")
         tag = f"v{version}-a{self._attempt}"
         record = checkpoint.Commit(version, update, self._attempt, tag, self._checksum)
         keep = self._config.checkpoint.keep
-        size = checkpoint.write(self._run_dir, record, cursor, model.save, self._export, keep)
-        trim_heap()
+        size = checkpoint.write(self._run_dir, record, cursor, self._save_state, self._export, keep)
         seconds = time.monotonic() - begun
         return {"version": version, "update": update, "checksum": self._checksum, "bytes": size, "seconds": seconds}
 
+    def _save_state(self, directory: Path, tag: str) -> None:
+        self._crew.order("save", directory=str(directory), tag=tag)
+
+    def _restore_state(self, directory: Path, tag: str) -> None:
+        self._crew.order("restore", directory=str(directory), tag=tag)
+
     def _export(self, directory: Path) -> None:
         """The newest snapshot as a Hugging Face model."""
-        shutil.copyfile(self._slots.path_of(self._model.snapshot), directory / "model.safetensors")
+        shutil.copyfile(self._slots.path_of(self._snapshot), directory / "model.safetensors")
         for path in self._directory.iterdir():
             if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith("index.json"):
                 shutil.copyfile(path, directory / path.name)
 
     def stop(self) -> None:
-        """Remove shared memory."""
+        """End the other workers and remove shared memory."""
+        if self._crew is not None:
+            self._crew.close()
         if self._slots is not None:
             self._slots.close()
 

@@ -13,21 +13,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-
-from gyre.errors import ChildFailed, StreamConflict
+from gyre.errors import ChildFailed, ReduceFailed, StreamConflict
 from gyre.faults import fault
-from gyre.store import Store
-from gyre.training.gradients import Accumulators, Groups, ReduceFailed, reduce_to_root
 from gyre.training.ledger import Member
-from gyre.training.packing import MicroStep
+from gyre.training.part import Crew, Desk, Part, Sum
 from gyre.training.statistics import Statistics
-from gyre.training.stream import Claims, Pulse, StateWord, Watch, beating
+from gyre.training.stream import beating
 
 log = logging.getLogger(__name__)
 
@@ -37,124 +32,11 @@ _BARRED_POLL_SECONDS = 0.5
 End = Literal["done", "suspended", "missed", "failed"]
 
 
-class Worker(Protocol):
-    """What computes gradients into the cell's accumulators."""
-
-    accumulators: Accumulators
-
-    def compute(self, step: MicroStep) -> Statistics:
-        """Add one micro-step's gradient sum to the accumulators."""
-
-
-@dataclass(frozen=True)
-class Desk:
-    """What a trainer needs to take part in updates."""
-
-    store: Store
-    claims: Claims
-    groups: Groups
-    member: Member
-    emit: Callable[[dict[str, Any]], None]
-    pulse: Pulse = field(default_factory=Pulse)
-    patience: float = 30.0  # seconds without a life sign before a member is barred
-    grace: float = 10.0  # seconds a member has to answer in a round
-
-
-class Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def add(self, stage: str, begun: float) -> float:
-        """Count the time since `begun` (monotonic) towards a stage; returns it."""
-        seconds = time.monotonic() - begun
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        return seconds
-
-    @property
-    def computed(self) -> float:
-        """Seconds in which micro-steps were computed."""
-        return self.seconds.get("compute", 0.0)
-
-
-@dataclass
-class Sum:
-    """What a cell's accumulators hold: which micro-steps, their statistics and what they took.
-
-    The core's outlives a suspension, so all of it is of the whole update.
-    """
-
-    update: int
-    micro_steps: list[int] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-    by_rank: dict[int, int] = field(default_factory=dict)  # micro-steps that each rank computed
-    most: int = 1  # members there were at the most
-    numbers: dict[str, float] = field(default_factory=dict)  # what the feeder says of the data
-    clock: Clock = field(default_factory=Clock)  # the cell's own time
-    collected: float = 0.0  # seconds in which satellites computed the micro-steps that came from them
-    seconds: float = 0.0  # time in parts that ended suspended
-
-
-class Part:
-    """What the parts of the core and of a satellite have in common."""
-
-    def __init__(self, desk: Desk, worker: Worker, total: Sum) -> None:
-        self.desk = desk
-        self.worker = worker
-        self.sum = total
-        self.update = total.update
-        self.word = StateWord(desk.store, total.update)
-        self.clock = total.clock
-        self._progress = {"micro_steps": 0, "tokens": 0.0, "seconds": 0.0}  # of this part alone
-        self._stage = ""
-        self._watch = Watch(desk.store, total.update, desk.patience)
-
-    def stage(self, stage: str) -> None:
-        """Tell people what this cell does."""
-        if stage != self._stage:
-            self._stage = stage
-            self.desk.emit({"type": "stage", "stage": stage, "update": self.update})
-
-    def round_key(self, number: int, rest: str = "") -> str:
-        """Store word of a round."""
-        return f"stream/{self.update}/round/{number}{rest}"
-
-    def work(self) -> tuple[str, int]:
-        """Claim and compute until there is nothing to claim; returns the feeder's last word and what is unfinished."""
-        while True:
-            self.desk.pulse.beat()
-            begun = time.monotonic()
-            answer = self.desk.claims.claim(self.update, self.sum.micro_steps[-1:])
-            self.clock.add("wait", begun)
-            if answer.step is None:
-                return answer.word, answer.unfinished
-            self.stage("training")
-            fault(f"update:{self.update}:claimed", self.desk.member[0])
-            begun = time.monotonic()
-            statistics = self.worker.compute(answer.step)
-            self.sum.statistics.add(statistics)
-            self.sum.micro_steps.append(answer.step.id)
-            self._progress["micro_steps"] += 1
-            self._progress["tokens"] += statistics.tokens
-            self._progress["seconds"] += self.clock.add("compute", begun)
-            self.desk.emit({"type": "progress", "update": self.update, **self._progress})
-
-    def group(self, name: str, ranks: Sequence[int], called_off: Callable[[], bool]) -> dist.ProcessGroup:
-        """The process group of a round."""
-        return self.desk.groups.get(name, ranks, called_off)
-
-    def lose_group(self, name: str, ranks: Sequence[int]) -> None:
-        """A group failed here: no member uses one of that name again."""
-        self.desk.groups.forget(name, ranks)
-        self.desk.store.set(f"groups/{name}/dead", "1")
-
-
 class CorePart(Part):
     """The core's part: it opens the stream, ends it and collects the sums."""
 
-    def __init__(self, desk: Desk, worker: Worker, total: Sum, generation: int, ranks: Sequence[int]) -> None:
-        super().__init__(desk, worker, total)
+    def __init__(self, desk: Desk, crew: Crew, total: Sum, generation: int, ranks: Sequence[int]) -> None:
+        super().__init__(desk, crew, total)
         self._generation = generation
         self._ranks = list(ranks)
         self._barred: set[Member] = set()
@@ -235,9 +117,10 @@ class CorePart(Part):
         verdict = "again"
         try:
             reports = self._reports(number, members)
-            total = self._reduce(name, ranks, members, number) if members else self.worker.accumulators.flat.data
+            if members:
+                self._reduce(name, ranks, members, number)
             if self._settle(reports, members, final):
-                self._take(reports, members, total)
+                self._take(reports, members)
                 verdict = "done"
                 for member in members:  # the core alone reads them: they would pile up over a long run
                     store.delete(self.round_key(number, f"/{member[0]}"))
@@ -263,16 +146,13 @@ class CorePart(Part):
             time.sleep(_POLL_SECONDS)
         return reports
 
-    def _reduce(self, name: str, ranks: Sequence[int], members: Sequence[Member], number: int) -> torch.Tensor:
+    def _reduce(self, name: str, ranks: Sequence[int], members: Sequence[Member], number: int) -> None:
         def called_off() -> bool:
             again = any(self.desk.store.get(self.round_key(number, f"/{m[0]}/again")) for m in members)
             return again or self._lost(members)
 
-        source = self.worker.accumulators.flat.data
-        total = torch.empty_like(source)
         fault(f"update:{self.update}:reducing", 0)
-        reduce_to_root(self.group(name, ranks, called_off), source, total, called_off, self.desk.pulse.beat)
-        return total
+        self.crew.reduce(name, ranks, called_off, self.desk.pulse.beat)
 
     def _settle(self, reports: dict[Member, dict[str, Any]], members: Sequence[Member], final: bool) -> bool:
         """Have the feeder check the ledgers; False if a member was barred meanwhile (invariant 8)."""
@@ -287,10 +167,10 @@ class CorePart(Part):
             return False
         raise StreamConflict(f"update {self.update}: {answer['fault']}")
 
-    def _take(self, reports: dict[Member, dict[str, Any]], members: Sequence[Member], total: torch.Tensor) -> None:
+    def _take(self, reports: dict[Member, dict[str, Any]], members: Sequence[Member]) -> None:
         """The reduced sum is the core's now."""
         if members:
-            self.worker.accumulators.flat.data.copy_(total)
+            self.crew.accept()
         own = len(self.sum.micro_steps) - sum(self.sum.by_rank.values())
         self.sum.by_rank[0] = self.sum.by_rank.get(0, 0) + own
         for member in members:
@@ -318,8 +198,8 @@ class CorePart(Part):
 class SatellitePart(Part):
     """A satellite's part: it joins at its position, computes, and brings its sum to a round."""
 
-    def __init__(self, desk: Desk, worker: Worker, update: int, position: int, core: Member) -> None:
-        super().__init__(desk, worker, Sum(update))
+    def __init__(self, desk: Desk, crew: Crew, update: int, position: int, core: Member) -> None:
+        super().__init__(desk, crew, Sum(update))
         self._position = position
         self._core = core
 
@@ -390,9 +270,7 @@ class SatellitePart(Part):
 
         begun = time.monotonic()
         try:
-            group = self.group(plan["group"], ranks, called_off)
-            source = self.worker.accumulators.flat.data
-            reduce_to_root(group, source, None, called_off, self.desk.pulse.beat)
+            self.crew.reduce(plan["group"], ranks, called_off, self.desk.pulse.beat)
         except ReduceFailed as error:
             log.warning("update %d, round %d: %s", self.update, number, error)
             self.lose_group(plan["group"], ranks)

@@ -46,7 +46,8 @@ def make_model(directory: Path, seed: int = 0) -> Path:
 
 def make_config(**train) -> configuration.Config:
     """A configuration for these tests."""
-    options = {"updates": 20, "lr": 1e-3, "clip_norm": 0.5, "weight_decay": 0.01, "micro_tokens": 96, **train}
+    loss = {"averaging": "token", "clip_ratio": 0.2, "truncation": None}
+    options = {"updates": 20, "lr": 1e-3, "clip_norm": 0.5, "weight_decay": 0.01, "micro_tokens": 96} | loss | train
     return configuration.build(
         {
             "name": "cells",

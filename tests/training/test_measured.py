@@ -5,31 +5,33 @@ from types import SimpleNamespace
 import pytest
 
 from gyre.events import UpdateDone
-from gyre.training import update
+from gyre.training import part
+from gyre.training.part import Finished, Part, Sum
 from gyre.training.statistics import Statistics
-from gyre.training.update import Part, Sum
 
 
 def steps(count):
     """Answers to claims: micro-steps, and then nothing."""
-    return iter([*(SimpleNamespace(step=SimpleNamespace(id=i)) for i in range(count)), SimpleNamespace(step=None)])
+    return iter([*(SimpleNamespace(steps=[SimpleNamespace(id=i)]) for i in range(count)), SimpleNamespace(steps=[])])
 
 
 class Cell:
     """A cell whose micro-steps take as long as they are told to, on a clock of its own."""
 
-    def __init__(self, monkeypatch):
-        self.now, self.said = 0.0, []
-        monkeypatch.setattr(update.time, "monotonic", lambda: self.now)
+    width = 1
 
-    def compute(self, step):
+    def __init__(self, monkeypatch):
+        self.now, self.said, self.in_flight = 0.0, [], set()
+        monkeypatch.setattr(part.time, "monotonic", lambda: self.now)
+
+    def feed(self, steps):
         self.now += self.takes
-        return Statistics(tokens=10, weight=10)
+        return [Finished(step.id, Statistics(tokens=10, weight=10)) for step in steps]
 
     def part(self, total, count, takes):
         self.takes, answers = takes, steps(count)
 
-        def claim(number, finished):
+        def claim(number, finished, holding, want, wait):
             self.now += 1.0
             answer = next(answers)
             answer.word, answer.unfinished = "closed", 0

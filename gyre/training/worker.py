@@ -1,0 +1,201 @@
+"""One worker of a cell: its part of the model, and what it does with it.
+
+A cell has `stages x shards` workers; number w holds shard `w % shards` of stage `w // shards`. All of them carry the
+same operations out in the same order, so that whoever has to meet another one does: the shards of a stage in the
+default process group of torch, which is all that DeepSpeed sees; the stages over links of their own; and across cells
+the workers of the same stage and shard in their prefix groups. Operations return what JSON can tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from gyre import config as configuration
+from gyre.checksum import sums
+from gyre.errors import ReduceFailed
+from gyre.faults import fault
+from gyre.run_dir import RunDir
+from gyre.store import Store
+from gyre.training.core import CoreModel, begin_world
+from gyre.training.gradients import Groups, reduce_to_root
+from gyre.training.model import DTYPES, SatelliteModel, trim_heap
+from gyre.training.packing import MicroStep
+from gyre.training.slots import fill
+from gyre.training.timed import TimedCore, TimedSatellite
+
+log = logging.getLogger(__name__)
+
+_GROUP_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What all workers of a cell are started with; see `gyre.training.trainer`."""
+
+    run_dir: str
+    rank: int
+    store: tuple[str, int]
+    prefix: str
+    model: str  # directory of the model
+    weights: str  # directory of the weights that the core begins with
+    address: str
+
+
+class Worker:
+    """The operations of one worker."""
+
+    def __init__(self, start: Start, number: int, meeting: dist.Store) -> None:
+        """Build the model; `meeting` is a store that the workers of this cell share."""
+        self.config = configuration.load(RunDir(start.run_dir).config)
+        train = self.config.train
+        self.number, self.rank = number, start.rank
+        self.stage, self.shard = divmod(number, self.config.shards)
+        self._core = start.rank == 0
+        self._device = torch.device("cuda", number) if self.config.cells.gpus else torch.device("cpu")
+        self._update = 0
+        self._total: torch.Tensor | None = None  # of the last reduce, at the core
+        torch.set_num_threads(train.threads)
+        torch.manual_seed(self.config.seed)
+        begin_world(self._device, self.config.network.interface)
+        store = Store.connect(start.prefix, start.store[0], int(start.store[1]))
+        self._groups = Groups(
+            lambda: store.clone().torch_store, start.rank, self._device, start.address, _GROUP_TIMEOUT
+        )
+        self.model = self._build(Path(start.model), Path(start.weights))
+
+    def _build(self, model: Path, weights: Path) -> CoreModel | SatelliteModel | TimedCore | TimedSatellite:
+        config = self.config
+        if config.train.kind == "timed":
+            return TimedCore(weights, config) if self._core else TimedSatellite(model, config)
+        if self._core:
+            return CoreModel(weights, config, self._device)
+        return SatelliteModel(model, DTYPES[config.model.dtype], config.train, self._device)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+    def specs(self) -> dict[str, Any]:
+        """Name, type and shape of each tensor that this worker's stage has."""
+        listed = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in self.model.specs]
+        return {"specs": listed}
+
+    def sums(self) -> dict[str, Any]:
+        """The checksum's sums of its weights."""
+        return {"sums": {group: list(pair) for group, pair in sums(self.model.named()).items()}}
+
+    def load(self, path: str, snapshot: int, checksum: str) -> None:
+        """Take its weights out of a snapshot's file; the lead compares their checksum.
+
+        Raises:
+            WeightsMismatch: they do not fit the model.
+        """
+        with safe_open(path, "pt") as opened:
+            tensors = [(name, opened.get_tensor(name)) for name in opened.keys()]
+            self.model.load(SimpleNamespace(tensors=lambda: tensors, snapshot=snapshot, checksum=checksum))
+
+    def fill(self, path: str) -> dict[str, Any]:
+        """Write its weights into a slot; one shard of each stage does, and the others help it where it needs them."""
+        if self.shard == 0:
+            return asdict(fill(path, self.model.named()))
+        for _ in self.model.named():
+            pass
+        return {"sums": {}, "names": []}
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def wake(self) -> None:
+        """Take device memory back; a satellite takes it with the weights that it loads."""
+        if self._core:
+            self.model.wake()
+
+    def park(self, keep_sum: bool) -> None:
+        """Give device memory back."""
+        if self._core:
+            self.model.park(keep_sum=keep_sum)
+        else:
+            self.model.park()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held by what for."""
+        return self.model.memory()
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+    def begin(self, update: int) -> None:
+        """Start new sums from zero."""
+        self._update = update
+        self.model.accumulators.begin()
+
+    def feed(self, step: MicroStep) -> dict[str, Any]:
+        """Compute a micro-step: {"done": [[id, statistics or None], ...]}."""
+        if self.number:
+            fault(f"update:{self._update}:claimed", self.rank, self.number)
+        return {"done": [[step.id, asdict(self.model.compute(step))]]}
+
+    def drain(self) -> dict[str, Any]:
+        """Finish what is in flight."""
+        return {"done": []}
+
+    def groups(self, group: str, ranks: list[int]) -> dict[str, Any]:
+        """Build the groups of all prefixes of `ranks` that this cell is in; {"failed": why, or None}."""
+        try:
+            self._groups.build_prefixes(group, ranks)
+        except ReduceFailed as error:
+            return {"failed": str(error)}
+        return {"failed": None}
+
+    def keep_only(self, group: str) -> None:
+        """Drop the groups of other names."""
+        self._groups.keep_only(group)
+
+    def forget(self, group: str, ranks: list[int]) -> None:
+        """Drop a group that failed."""
+        self._groups.forget(group, ranks)
+
+    def reduce(
+        self,
+        group: str,
+        ranks: Sequence[int],
+        called_off: Callable[[], bool],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Add the sums of the same worker of all these ranks up, aside, at the first of them.
+
+        Raises:
+            ReduceFailed: it failed, or was called off.
+        """
+        if self.number:
+            fault(f"update:{self._update}:reducing", self.rank, self.number)
+        made = self._groups.get(group, ranks, called_off)
+        source = self.model.accumulators.flat.data
+        self._total = torch.empty_like(source) if self._core else None
+        reduce_to_root(made, source, self._total, called_off, progress)
+
+    def accept(self) -> None:
+        """The total of the last reduce is the sum now."""
+        self.model.accumulators.flat.data.copy_(self._total)
+        self._total = None
+
+    # -- the core's step and its state -------------------------------------------------------------------------------
+    def step(self, weight: float, clip_norm: float) -> dict[str, float]:
+        """Divide, clip, step; {"norm"} before clipping."""
+        norm = self.model.step(weight, clip_norm)
+        self.model.accumulators.flat.release()
+        return {"norm": norm}
+
+    def save(self, directory: str, tag: str) -> None:
+        """Write weights and optimizer state under a tag."""
+        self.model.save(Path(directory), self._tag(tag))
+        trim_heap()
+
+    def restore(self, directory: str, tag: str) -> None:
+        """Load weights and optimizer state of a tag."""
+        self.model.restore(Path(directory), self._tag(tag))
+
+    def _tag(self, tag: str) -> str:
+        return tag if self.config.train.stages == 1 else f"{tag}/stage{self.stage}"
