@@ -42,13 +42,18 @@ def _parser() -> argparse.ArgumentParser:
     run = add("run", "start a run and watch it; Ctrl-C stops it", _OVERRIDES, "CONFIG")
     run.add_argument("--name", help="the run's directory is logs/NAME instead of logs/<name>-<time>")
     resume = add("resume", "go on with a run from its last commit", None)
-    for command, default in ((run, "local"), (resume, None)):
+    what = "an update with learning rate 0: do engine and trainer agree on log-probabilities?"
+    selftest = add("selftest", what, _OVERRIDES, "CONFIG")
+    selftest.add_argument("--json", metavar="OUT", help="also write the figures to OUT")
+    for command, default in ((run, "local"), (selftest, "local"), (resume, None)):
         command.add_argument("--cluster", choices=("local", "slurm"), default=default, help="where to start the ranks")
+    for command in (run, resume):
         command.add_argument("--detach", action="store_true", help="with Slurm: return once the job is submitted")
     add("sbatch", "print the batch script that run --cluster slurm would submit", _OVERRIDES, "CONFIG")
     add("watch", "show a run, wherever it was started from", None)
     report = add("report", "print the summary of a run", None)
     report.add_argument("--html", metavar="OUT", help="also write its timeline to OUT, as one HTML file")
+    report.add_argument("--json", metavar="OUT", help="also write its numbers to OUT, as docs/what-you-see.md says")
     report.add_argument("--trace", metavar="OUT", help="also write its trace to OUT, as docs/traces.md says")
     _simulation(commands)
     _planning(commands)
@@ -115,7 +120,9 @@ def _planning(commands: Any) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    takes_overrides = options.command in ("run", "sbatch") or (options.command == "prepare" and not options.resume)
+    takes_overrides = options.command in ("run", "selftest", "sbatch") or (
+        options.command == "prepare" and not options.resume
+    )
     for word in rest:
         if word.startswith("-") or not takes_overrides:
             parser.error(f"unknown argument {word!r}")
@@ -173,6 +180,15 @@ def _start(run: RunDir, config: Config, cluster: str, detach: bool, fresh: bool 
         raise
 
 
+def _selftest(options: argparse.Namespace) -> int:
+    from gyre.launch import selftest
+
+    def start(run: RunDir, config: Config) -> int:
+        return _start(run, config, options.cluster, detach=False, fresh=True)
+
+    return selftest.run(options.target, options.overrides, options.cluster, options.json, start)
+
+
 def _sbatch(options: argparse.Namespace) -> int:
     from gyre.config import load
     from gyre.launch import check, directory, executors
@@ -196,15 +212,17 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from gyre.launch import directory
-    from gyre.report import report
+    from gyre.report import report, summarise
 
     run, _ = directory.open_run(options.target)
-    if options.html is not None or options.trace is not None:
+    if any(out is not None for out in (options.html, options.trace, options.json)):
         from gyre.outputs import distinct, write
         from gyre.timeline_page import run_page
 
         read = {"the run's events.jsonl": run.events, "the run's config.yaml": run.config}
-        distinct(read, {"--html": options.html, "--trace": options.trace})
+        distinct(read, {"--html": options.html, "--trace": options.trace, "--json": options.json})
+        if options.json is not None:
+            write(options.json, json.dumps(summarise(run), indent=2) + "\n")
         if options.trace is not None:
             write(options.trace, _trace(run))
         if options.html is not None:
@@ -252,6 +270,7 @@ def _ended(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run,
     "resume": _resume,
+    "selftest": _selftest,
     "sbatch": _sbatch,
     "watch": _watch,
     "report": _report,
