@@ -16,14 +16,16 @@ import torch
 
 from gyre.checksum_groups import MASK, Sums, accumulate, add, combine, differing, group_of
 
-__all__ = ["Sums", "add", "checksum", "combine", "differing", "group_of", "sums"]
+__all__ = ["Sums", "add", "checksum", "combine", "differing", "group_of", "sums", "sums_of"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CPU_CHUNK = 1 << 16  # elements; the buffers stay in the cache
 _GPU_CHUNK = 1 << 23  # elements; the buffers stay small beside a full KV cache
 
 
-def _sums(tensor: torch.Tensor) -> tuple[int, int]:
+@torch.no_grad()
+def sums_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The two sums over one tensor's elements; those of its parts add up to them, modulo 2^64."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     chunk = _CPU_CHUNK if bits.device.type == "cpu" else _GPU_CHUNK
     mixed = torch.empty(min(chunk, bits.numel()), dtype=torch.int32, device=bits.device)
@@ -31,9 +33,9 @@ def _sums(tensor: torch.Tensor) -> tuple[int, int]:
     plain_sum = mixed_sum = 0
     for part in bits.split(chunk):
         m, s = mixed[: part.numel()], shifted[: part.numel()]
-        m.copy_(part)
-        plain = m.sum(dtype=torch.int64)
-        m.mul_(-1640531527)  # odd constants of well-known integer hashes, as 32-bit two's complement
+        wide = part if part.dtype == torch.int32 else m.copy_(part)
+        plain = wide.sum(dtype=torch.int64)
+        torch.mul(wide, -1640531527, out=m)  # odd constants of well-known integer hashes, as 32-bit two's complement
         torch.bitwise_right_shift(m, 15, out=s)
         m.bitwise_xor_(s).mul_(-2048144777)
         plain_sum += int(plain)
@@ -47,7 +49,7 @@ def sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> Sums:
     total: Sums = {}
     for name, tensor in tensors:
         if tensor.numel():
-            accumulate(total, group_of(name), _sums(tensor))
+            accumulate(total, group_of(name), sums_of(tensor))
     return total
 
 

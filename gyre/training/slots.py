@@ -23,11 +23,15 @@ from typing import Any
 
 import torch
 
-from gyre.checksum import Sums, add, combine, sums
+from gyre.checksum import Sums, add, combine, group_of, sums_of
+from gyre.checksum_groups import MASK, accumulate
 from gyre.errors import UserError, WeightsMismatch
+from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows
 
 SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
+_NO_DIGEST = "-" * 32
+PIECE = 512 << 10  # bytes that are looked at together: they stay in a core's cache
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -48,6 +52,8 @@ class Announcement:
     bytes: int
     checksum: str
     generation: int
+    header: int  # bytes of the header
+    digest: str  # of the header, which has the digests of all tensors
     node: str
     url: str
 
@@ -102,35 +108,66 @@ def _header(specs: Iterable[Spec], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(descriptor: int) -> tuple[dict[str, Any], int]:
-    """The table of a file and where its data begins.
+def read_header(descriptor: int) -> bytes:
+    """The header of a file: its length and its table.
 
     Raises:
         WeightsMismatch: it is not a whole snapshot.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    text = os.pread(descriptor, length, 8) if 0 < length < 1 << 28 else b""
+    if not 0 < length < 1 << 28 or len(header := os.pread(descriptor, 8 + length, 0)) != 8 + length:
+        raise WeightsMismatch("not a snapshot")
+    return header
+
+
+def metadata_of(header: bytes) -> dict[str, str]:
+    """What a header says of its snapshot.
+
+    Raises:
+        WeightsMismatch: it is not a header.
+    """
+    return _table(header).get("__metadata__", {})
+
+
+def _table(header: bytes) -> dict[str, Any]:
     try:
-        return json.loads(text), 8 + length
+        return json.loads(header[8:])
     except ValueError as error:
         raise WeightsMismatch("not a snapshot") from error
 
 
-def mapped(descriptor: int, writable: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, mapped; a private mapping where not writable."""
-    table, start = read_header(descriptor)
-    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
-    for name, entry in table.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        dtype = _TYPES[entry["dtype"]]
-        count = (end - begin) // dtype.itemsize
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a file: its bytes from `begin` to `end`; the digest is of these bytes."""
+
+    spec: Spec
+    begin: int
+    end: int
+    digest: str
+
+
+def places_of(header: bytes) -> dict[str, Place]:
+    """The tensors of a file, in its order."""
+    table = _table(header)
+    digests = table.pop("__metadata__")["digests"]
+    places = {}
+    for index, (name, entry) in enumerate(table.items()):
+        begin, end = (len(header) + offset for offset in entry["data_offsets"])
+        spec = Spec(name, _TYPES[entry["dtype"]], tuple(entry["shape"]))
+        places[name] = Place(spec, begin, end, digests[32 * index : 32 * index + 32])
+    return places
+
+
+def mapped(descriptor: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file, in a private mapping."""
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    for name, place in places_of(read_header(descriptor)).items():
+        count = torch.Size(place.spec.shape).numel()
         if count:
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin)
+            flat = torch.frombuffer(memory, dtype=place.spec.dtype, count=count, offset=place.begin)
         else:
-            flat = torch.empty(0, dtype=dtype)
-        yield name, flat.view(entry["shape"])
+            flat = torch.empty(0, dtype=place.spec.dtype)
+        yield name, flat.view(place.spec.shape)
 
 
 def _allocate(descriptor: int, size: int) -> None:
@@ -143,39 +180,67 @@ def _allocate(descriptor: int, size: int) -> None:
         raise UserError(f"{SHARED} has no room for {size >> 20} MiB of weights; make it larger") from error
 
 
+def pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of some bytes at a place of a file."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Filled:
-    """What somebody put into a slot: its share of the checksum's sums, and the names that it wrote.
+    """What somebody put into a slot: its share of the checksum's sums, and the digest of each tensor that it wrote.
 
     It travels as JSON: `asdict` there and `Filled(**fields)` here.
     """
 
     sums: Sums
-    names: list[str]
+    digests: dict[str, str]
 
 
 def fill(path: Path | str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Filled:
-    """Write named tensors into a slot that was begun, from any process; sums are of what then lies in the slot.
+    """Write named tensors into a slot that was begun, from any process.
 
     Raises:
         WeightsMismatch: the slot has no such tensor.
     """
+    total: Sums = {}
+    digests: dict[str, str] = {}
     descriptor = os.open(path, os.O_RDWR)
     try:
-        places = dict(mapped(descriptor, True))
+        places = places_of(read_header(descriptor))
+        with in_threads() as run:
+            for name, tensor in tensors:
+                place = places.get(name)
+                if place is None or place.spec != Spec(name, tensor.dtype, tuple(tensor.shape)):
+                    raise WeightsMismatch(f"{path} has no place for {name}, {tensor.dtype} {list(tensor.shape)}")
+                pair, digests[name] = _put(descriptor, place.begin, tensor.detach(), run)
+                accumulate(total, group_of(name), pair)
     finally:
         os.close(descriptor)
-    total: Sums = {}
-    names = []
-    for name, tensor in tensors:
-        place = places.get(name)
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            raise WeightsMismatch(f"{path} has no place for {name}, {tensor.dtype} {list(tensor.shape)}")
-        place.copy_(tensor)
-        total = add(total, sums([(name, place)]))
-        names.append(name)
-    return Filled(total, names)
+    return Filled(total, digests)
+
+
+def _put(
+    descriptor: int, begin: int, tensor: torch.Tensor, run: Callable[..., Iterator[Any]]
+) -> tuple[tuple[int, int], str]:
+    """Write one tensor to its place; each piece is summed and written while it is in the cache."""
+    on_device = None if tensor.device.type == "cpu" else sums_of(tensor)  # there it takes no time
+    tensor = tensor.cpu().contiguous().view(-1)
+    data = raw(tensor)
+    rows = torch.empty(rows_of(len(data)), dtype=torch.int64)
+
+    def put(at: int) -> tuple[int, int]:
+        piece = data[at : at + PIECE]
+        pair = sums_of(tensor[at // tensor.itemsize : (at + PIECE) // tensor.itemsize]) if on_device is None else (0, 0)
+        sum_rows(piece, rows[at // ROW :])
+        pwrite(descriptor, piece.numpy().data, begin + at)
+        return pair
+
+    pairs = list(run(put, range(0, len(data), PIECE)))
+    plain, mixed = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    return on_device or (plain & MASK, mixed & MASK), hashed(rows)
 
 
 class Writing:
@@ -191,32 +256,48 @@ class Writing:
         self._generation = generation
         self._names = [spec.name for spec in specs]
         metadata = {"snapshot": f"{snapshot}", "generation": f"{generation}", "checksum": _NO_CHECKSUM}
-        self._header = _header(specs, metadata)
+        self._header = _header(specs, {**metadata, "digests": _NO_DIGEST * len(specs)})
         self._size = len(self._header) + sum(spec.bytes for spec in specs)
         os.ftruncate(slot.descriptor, self._size)
         _allocate(slot.descriptor, self._size)
         os.pwrite(slot.descriptor, self._header, 0)
 
     def seal(self, filled: Iterable[Filled]) -> Announcement:
-        """Put the checksum into the header and let readers in; `filled` is what all writers answered.
+        """Put checksum and digests into the header and let readers in; `filled` is what all writers answered.
 
         Node and url of the announcement are left empty.
 
         Raises:
-            WeightsMismatch: a tensor was not written, or was written twice.
+            WeightsMismatch: a tensor was not written, or by two.
         """
-        filled = list(filled)
-        written = [name for part in filled for name in part.names]
-        if odd := sorted(set(written) ^ set(self._names)) or [n for n in set(written) if written.count(n) > 1]:
-            raise WeightsMismatch(f"snapshot {self.snapshot}: {odd[0]} was not written, or more than once")
         total: Sums = {}
+        digests: dict[str, str] = {}
+        count = 0
         for part in filled:
             total = add(total, part.sums)
+            digests |= part.digests
+            count += len(part.digests)
+        if count != len(self._names) or digests.keys() != set(self._names):
+            odd = sorted(digests.keys() ^ set(self._names))
+            raise WeightsMismatch(f"snapshot {self.snapshot}: {odd[0] if odd else 'a tensor'} was not written once")
         checksum = combine(total)
-        os.pwrite(self._slot.descriptor, checksum.encode(), self._header.index(_NO_CHECKSUM.encode()))
+        header = self._header.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
+        found = "".join(digests[name] for name in self._names).encode()
+        header = header.replace(_NO_DIGEST.encode() * len(self._names), found, 1)
+        os.pwrite(self._slot.descriptor, header, 0)
         self._slot.snapshot = self.snapshot
         self.close()
-        return Announcement(self.snapshot, str(self.path), self._size, checksum, self._generation, "", "")
+        return Announcement(
+            snapshot=self.snapshot,
+            path=str(self.path),
+            bytes=self._size,
+            checksum=checksum,
+            generation=self._generation,
+            header=len(header),
+            digest=digest_of(header),
+            node="",
+            url="",
+        )
 
     def close(self) -> None:
         """Give the lock back."""

@@ -1,180 +1,49 @@
-"""Snapshots of the weights: pulled by whoever needs one, and served to other hosts.
+"""Snapshots of the weights: pulled by whoever needs one (`gyre.training.pulling`), and served to other hosts from here.
 
-Readers on the core's host map the slot itself (`gyre.training.slots`), under a shared lock that is their lease; the
-core computes on meanwhile. Readers on other hosts get a copy over HTTP from `python -m gyre.training.snapshots`, a
-child of rank 0 that sends slots with sendfile. Either way the reader checks the snapshot's identity, and its checksum
-here or after loading.
+The server is a child of rank 0, `python -m gyre.training.snapshots`, so the core computes on while it sends. A slot is
+read under its shared lock only while a range of it is sent, and a reader that does not take what is sent loses the
+connection, so that no slot is held for ever. A slot that was recycled in between is not found by its next request.
+
+    GET /snapshot/<snapshot>/<generation>      Authorization: Bearer <secret>      Range: bytes=<first>-<last>
+    206, and the bytes; 401 without the secret, 404 where no slot has it (any more), 416 where it has no such bytes
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import http.client
-import json
-import mmap
+import hmac
 import os
-import tempfile
-import urllib.parse
-from collections.abc import Iterator
+import re
+import select
+import socket
+import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from gyre.checksum import checksum as checksum_of
 from gyre.child import Endpoint
 from gyre.errors import WeightsMismatch
-from gyre.store import Store
-from gyre.training.slots import SHARED, Announcement, mapped, read_header, remove_shared, shared_prefix
+from gyre.training.pulling import Pulled, Source, pull, reach
+from gyre.training.slots import SHARED, Announcement, metadata_of, read_header, remove_shared, shared_prefix
 
-__all__ = ["Announcement", "Pulled", "Server", "pull", "remove_shared", "shared_prefix"]
+__all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach", "remove_shared", "shared_prefix"]
 
-_CHUNK = 8 << 20
-
-
-# -- pulling -----------------------------------------------------------------------------------------------------------
-class Pulled:
-    """A snapshot that can be read, at `path` or here, until `close`: the slot under a lease, or a copy without a name.
-
-    A copy is gone when nobody has it open any more, so whatever dies leaves nothing behind.
-    """
-
-    def __init__(self, announcement: Announcement, path: Path, descriptor: int, copied: bool) -> None:
-        self.snapshot = announcement.snapshot
-        self.checksum = announcement.checksum
-        self.path = path
-        self.copied = copied
-        self._descriptor = descriptor
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors, mapped; they must not outlive `close`."""
-        return mapped(self._descriptor, False)
-
-    def close(self) -> None:
-        """Give the lease back, or remove the copy."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> Pulled:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+_STALL_SECONDS = 30.0
+_LEG = 64 << 20  # bytes that a reader must take within _STALL_SECONDS
+_SEND_BUFFER = 4 << 20
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
-def pull(
-    store: Store,
-    snapshot: int,
-    scratch: Path | str | None,
-    secret: str,
-    address: str,
-    timeout: float = 120.0,
-    verify: bool = False,
-) -> Pulled:
-    """Get a snapshot: a lease on the slot where the core is on this host (`address`), else a copy over HTTP.
-
-    The copy lies in shared memory, or in `scratch` where that has no room. With `verify` the checksum is computed
-    here; without, it is the caller's business to compare it after loading.
-
-    Raises:
-        WeightsMismatch: it was not announced in time, has been recycled, or is not what was announced.
-    """
-    word = store.wait(f"snapshot/{snapshot}", timeout)
-    if word is None:
-        raise WeightsMismatch(f"snapshot {snapshot} was not announced within {timeout:g} s")
-    announcement = Announcement(**json.loads(word))
-    pulled = _lease(announcement) if announcement.node == address else None
-    if pulled is None:
-        pulled = _fetch(announcement, scratch, secret, timeout)
-    try:
-        if verify and (found := checksum_of(pulled.tensors())) != announcement.checksum:
-            raise WeightsMismatch(f"snapshot {snapshot}: checksum {found}, announced {announcement.checksum}")
-    except BaseException:
-        pulled.close()
-        raise
-    return pulled
-
-
-def _identify(descriptor: int, announcement: Announcement) -> None:
-    found = read_header(descriptor)[0]["__metadata__"]
-    for key in ("snapshot", "generation", "checksum"):
-        if found.get(key) != str(getattr(announcement, key)):
-            raise WeightsMismatch(f"snapshot {announcement.snapshot} is gone: its slot has {key} {found.get(key)}")
-
-
-def _lease(announcement: Announcement) -> Pulled | None:
-    """The slot itself; None where this process does not see it (a container with a /dev/shm of its own)."""
-    path = Path(announcement.path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        _identify(descriptor, announcement)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return Pulled(announcement, path, descriptor, copied=False)
-
-
-def _nameless(size: int, scratch: Path | str | None) -> int:
-    """A file without a name, in shared memory or, where that has no room, in `scratch`; returns its descriptor."""
-    status = os.statvfs(SHARED)
-    room = scratch is None or status.f_bavail * status.f_frsize > 2 * size
-    with tempfile.TemporaryFile(dir=SHARED if room else scratch) as file:
-        descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    os.posix_fallocate(descriptor, 0, size)
-    return descriptor
-
-
-def _fetch(announcement: Announcement, scratch: Path | str | None, secret: str, timeout: float) -> Pulled:
-    descriptor = _nameless(announcement.bytes, scratch)
-    try:
-        try:
-            _download(announcement, descriptor, secret, timeout)
-        except (OSError, http.client.HTTPException) as error:
-            raise WeightsMismatch(f"snapshot {announcement.snapshot} from {announcement.url}: {error}") from error
-        _identify(descriptor, announcement)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # good for other processes of this user too
-    return Pulled(announcement, path, descriptor, copied=True)
-
-
-def _download(announcement: Announcement, descriptor: int, secret: str, timeout: float) -> None:
-    url = urllib.parse.urlsplit(announcement.url)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout)
-    try:
-        headers = {"Authorization": f"Bearer {secret}"}
-        connection.request("GET", f"/snapshot/{announcement.snapshot}/{announcement.generation}", headers=headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise http.client.HTTPException(f"{response.status} {response.reason}")
-        with mmap.mmap(descriptor, announcement.bytes) as memory, memoryview(memory) as view:
-            position = 0
-            while position < announcement.bytes:
-                got = response.readinto(view[position : position + _CHUNK])
-                if not got:
-                    raise http.client.IncompleteRead(b"", announcement.bytes - position)
-                position += got
-    finally:
-        connection.close()
-
-
-# -- serving -----------------------------------------------------------------------------------------------------------
 class Server:
-    """Serves the slots of one attempt over HTTP, one thread per reader."""
+    """Serves the slots of one attempt over HTTP, one thread per reader; `stall` seconds without progress end one."""
 
-    def __init__(self, prefix: str, secret: str, address: str, port: int = 0) -> None:
+    def __init__(self, prefix: str, secret: str, address: str, port: int = 0, stall: float = _STALL_SECONDS) -> None:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            timeout = stall  # also of a request that does not come to its end, and between two
 
             def do_GET(self) -> None:
                 outer._answer(self)
@@ -183,7 +52,8 @@ class Server:
                 """Keep quiet: a line per pull is nobody's interest."""
 
         self._prefix = prefix
-        self._authorization = f"Bearer {secret}"
+        self._authorization = f"Bearer {secret}".encode()
+        self._stall = stall
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = True
         self.url = f"http://{address}:{self._server.server_port}"
@@ -198,47 +68,67 @@ class Server:
         self._server.server_close()
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        if request.headers.get("Authorization") != self._authorization:
-            request.send_error(401)
-            return
-        _, kind, *rest = request.path.split("/")
-        descriptor = self._open(rest) if kind == "snapshot" and len(rest) == 2 else None
-        if descriptor is None:
-            request.send_error(404)
-            return
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, self._authorization):
+            return request.send_error(401)
+        _, kind, *wanted = request.path.split("/")
+        wanted_range = _RANGE.fullmatch(request.headers.get("Range", ""))
+        if kind != "snapshot" or len(wanted) != 2 or (descriptor := self._open(wanted)) is None:
+            return request.send_error(404)
         try:
             size = os.fstat(descriptor).st_size
-            request.send_response(200)
-            request.send_header("Content-Length", str(size))
+            first, last = map(int, wanted_range.groups()) if wanted_range else (0, -1)
+            if not first <= last < size:
+                return request.send_error(416)
+            request.send_response(206)
+            request.send_header("Content-Length", str(last + 1 - first))
+            request.send_header("Content-Range", f"bytes {first}-{last}/{size}")
             request.end_headers()
             request.wfile.flush()
-            position = 0
-            while position < size:
-                position += os.sendfile(request.connection.fileno(), descriptor, position, size - position)
+            self._send(request.connection, descriptor, first, last + 1)
         except OSError:
-            request.close_connection = True  # the reader left
+            request.close_connection = True  # the reader left, or does not read
         finally:
             os.close(descriptor)
 
-    def _open(self, wanted: list[str]) -> int | None:
-        """The slot with this snapshot and generation, under a shared lock."""
-        for path in SHARED.glob(self._prefix + "slot*"):
-            descriptor = os.open(path, os.O_RDONLY)
+    def _send(self, connection: socket.socket, descriptor: int, begin: int, end: int) -> None:
+        """Send part of a file, from the page cache to the socket.
+
+        Raises:
+            OSError: the reader is gone or too slow.
+        """
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        writable = select.poll()
+        writable.register(connection, select.POLLOUT)
+        due, leg = time.monotonic() + self._stall, begin + _LEG
+        while begin < end:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-                metadata = read_header(descriptor)[0]["__metadata__"]
-                if [metadata["snapshot"], metadata["generation"]] == wanted:
-                    return descriptor
-            except WeightsMismatch:
-                pass
-            os.close(descriptor)
+                begin += os.sendfile(connection.fileno(), descriptor, begin, end - begin)
+            except BlockingIOError:
+                writable.poll(max(0.0, due - time.monotonic()) * 1000)
+            if begin >= leg:
+                due, leg = time.monotonic() + self._stall, begin + _LEG
+            elif time.monotonic() > due:
+                raise TimeoutError("the reader is too slow")
+
+    def _open(self, wanted: list[str]) -> int | None:
+        """The slot with this snapshot and generation, under a shared lock; one that is being written is another."""
+        for path in SHARED.glob(self._prefix + "slot*"):
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    metadata = metadata_of(read_header(descriptor))
+                    if [metadata["snapshot"], metadata["generation"]] == wanted:
+                        return descriptor
+                except (BlockingIOError, WeightsMismatch):
+                    pass
+                os.close(descriptor)
         return None
 
 
 def main() -> None:
     """The weight server, a child of rank 0: start(run_dir, attempt, secret, address, port=0) -> {"url"}."""
-    import threading
-
     endpoint = Endpoint()
 
     def start(run_dir: str, attempt: int, secret: str, address: str, port: int = 0) -> dict[str, Any]:

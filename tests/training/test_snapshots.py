@@ -138,7 +138,7 @@ def test_altered_weights_are_noticed(world):
         file.seek(announced.bytes - 2)
         file.write(bytes([byte[0] ^ 1]))
     for address in (HERE, "another host"):
-        with pytest.raises(WeightsMismatch, match="checksum"):
+        with pytest.raises(WeightsMismatch, match="digest"):
             world.pull(0, address)
     assert world.shared() == ["slot0"]
 
