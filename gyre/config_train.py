@@ -28,6 +28,12 @@ class ScheduleConfig(Section):
     warmup: int = Field(0, ge=0, description="Updates in which it rises in a line from nothing to train.lr.")
     floor: float = Field(0.0, ge=0, le=1, description="Fraction of train.lr that it falls to.")
 
+    @model_validator(mode="after")
+    def _falls(self) -> ScheduleConfig:
+        if self.floor and self.kind == "constant":
+            raise ValueError("floor has no effect with kind constant; set train.schedule.kind=linear or cosine")
+        return self
+
 
 class TrainConfig(Section):
     """The training of a batch."""
@@ -90,6 +96,11 @@ class TrainConfig(Section):
     def _of_a_kind(self) -> TrainConfig:
         if self.timed is not None and self.kind != "timed":
             raise ValueError("timed has no effect with kind deepspeed; set train.kind=timed, or remove train.timed")
+        if self.schedule.warmup >= self.updates:
+            raise ValueError(
+                f"schedule.warmup ({self.schedule.warmup}) must be less than updates ({self.updates}): the learning "
+                "rate would never reach train.lr"
+            )
         return self
 
     @property

@@ -149,7 +149,10 @@ def _causes(measured: Measured, limits: Limits, dtype: str) -> list[str]:
     kind = "dtype: engine.args (dtype, quantization, kv-cache-dtype) must be those of model.dtype, on both sides"
     weights = "weights: the engine must serve the directory that model.path names; look into the engine's log"
     tokens = "tokenizer and chat template: they must be those of the model, not of its base or another revision"
-    sampling = "temperature and penalties: the engine's generation_config.json may set others than the agent asks for"
+    sampling = (
+        "temperature: the trainer divides logits by the one that the agent asked for; engine.args must leave "
+        "logprobs-mode and override-generation-config as they are"
+    )
     positions = "positions: rope scaling and sliding windows in config.json must mean the same to both"
     if measured.mean <= limits.mean:
         return [

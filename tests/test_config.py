@@ -93,6 +93,99 @@ def test_refused_in_one_line(data, words):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"objective": "ppo"}, ["train.objective", "'grpo'", "'reinforce++'", "not 'ppo'"]),
+        ({"averaging": "tokens"}, ["train.averaging", "'execution' or 'token'", "not 'tokens'"]),
+        ({"advantages": "one"}, ["train.advantages", "not 'one'"]),
+        ({"clip_ratio": 0}, ["train.clip_ratio", "greater than 0"]),
+        ({"clip_ratio": 1}, ["train.clip_ratio", "less than 1"]),
+        ({"clip_ratio_high": 0}, ["train.clip_ratio_high", "greater than 0"]),
+        ({"truncation": 0.5}, ["train.truncation", "greater than or equal to 1"]),
+        ({"kl": -0.1}, ["train.kl", "greater than or equal to 0"]),
+        ({"lr": -1e-6}, ["train.lr", "greater than or equal to 0"]),
+        ({"schedule": {"kind": "cosinus"}}, ["train.schedule.kind", "'cosine'", "not 'cosinus'"]),
+        ({"schedule": {"warmup": -1}}, ["train.schedule.warmup", "not -1"]),
+        ({"schedule": {"warm_up": 3}}, ["'warm_up' in train.schedule", "did you mean warmup?"]),
+        ({"schedule": {"warmup": 4}}, ["schedule.warmup (4) must be less than updates (4)"]),
+        ({"schedule": {"kind": "linear", "floor": 1.5}}, ["train.schedule.floor", "less than or equal to 1"]),
+        ({"schedule": {"floor": 0.1}}, ["floor has no effect with kind constant; set train.schedule.kind=linear"]),
+        ({"zero_stage": 1}, ["train.zero_stage", "2 or 3", "not 1"]),
+        ({"offload_optimizer": "cpu"}, ["train.offload_optimizer", "valid boolean", "not 'cpu'"]),
+        ({"stages": 0}, ["train.stages", "greater than or equal to 1"]),
+        ({"shards": 0}, ["train.shards", "greater than or equal to 1"]),
+        ({"micro_tokens": 16}, ["train.micro_tokens", "greater than or equal to 32"]),
+        ({"sample_limit": 16}, ["train.sample_limit", "greater than or equal to 32"]),
+        ({"stage": 2}, ["unknown key 'stage' in train; did you mean stages?"]),
+        ({"shard": 2}, ["unknown key 'shard' in train; did you mean shards?"]),
+    ],
+)
+def test_what_training_refuses(train, words):
+    with pytest.raises(UserError) as refused:
+        build(changed(train=train), "here.yaml")
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert str(refused.value).startswith("here.yaml: ") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "train", "words"),
+    [
+        (3, {"stages": 2}, "cells.gpus (3) must be a multiple of train.stages (2)"),
+        (1, {"stages": 2}, "cells.gpus (1) must be a multiple of train.stages (2)"),
+        (8, {"stages": 2, "shards": 2}, "train.stages x train.shards (2 x 2) must be cells.gpus (8)"),
+        (8, {"stages": 2, "shards": 2}, "set train.shards=4, or leave it away"),
+        (2, {"shards": 4}, "set train.shards=2"),
+        (0, {"stages": 2, "zero_stage": 3}, "set train.zero_stage=2, or train.stages=1"),
+        (0, {"kind": "timed", "stages": 2}, "train.kind timed has one worker; remove train.stages and train.shards"),
+        (0, {"kind": "timed", "shards": 2}, "train.kind timed has one worker"),
+    ],
+)
+def test_workers_that_do_not_fit_a_cell(gpus, train, words):
+    engine = {"kind": "timed"} if train.get("kind") == "timed" else {}
+    with pytest.raises(UserError) as refused:
+        build(changed(cells={"count": 1, "slots": 1, "gpus": gpus}, train=train, engine=engine))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "train", "shards", "workers"),
+    [
+        (0, {}, 1, 1),
+        (1, {}, 1, 1),
+        (0, {"stages": 2}, 1, 2),
+        (0, {"stages": 2, "shards": 2}, 2, 4),
+        (8, {}, 8, 8),
+        (8, {"stages": 2}, 4, 8),
+        (8, {"stages": 2, "shards": 4}, 4, 8),
+        (8, {"zero_stage": 3}, 8, 8),
+        (0, {"shards": 2, "zero_stage": 3, "offload_optimizer": True}, 2, 2),
+    ],
+)
+def test_every_gpu_of_a_cell_has_a_worker(gpus, train, shards, workers, tmp_path):
+    config = build(changed(cells={"count": 1, "slots": 1, "gpus": gpus}, train=train))
+    assert (config.shards, config.workers) == (shards, workers)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml").workers == workers
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"objective": "dapo", "averaging": "execution", "clip_ratio": 0.2, "clip_ratio_high": 0.28, "truncation": None},
+        {"objective": "reinforce++", "averaging": "token", "kl": 0.001, "truncation": 1},
+        {"lr": 0, "schedule": {"kind": "cosine", "warmup": 3, "floor": 0.1}},
+        {"micro_tokens": 32, "sample_limit": 32, "advantages": "ones"},
+    ],
+)
+def test_what_training_takes_is_saved_as_it_is(train, tmp_path):
+    config = build(changed(root=str(tmp_path), train=train))
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml") == config
+    kept = config.model_dump(mode="json")["train"]
+    assert all(kept[key] == value for key, value in train.items())
+
+
 def test_a_misspelt_key_is_named_rather_than_the_one_it_leaves_missing():
     data = changed()
     data["scheduler"] = {"batch_groups": 4, "group_sise": 2}
