@@ -83,6 +83,18 @@ class Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        return await cls.adopt(name, process, ours, log_path, on_event)
+
+    @classmethod
+    async def adopt(
+        cls,
+        name: str,
+        process: asyncio.subprocess.Process,
+        ours: socket.socket,
+        log_path: Path,
+        on_event: Callable[[Message], None] = lambda message: None,
+    ) -> Child:
+        """The parent's end of a process that was started otherwise; `ours` is this end of its socket pair."""
         child = cls(name, process, log_path, on_event)
         reader, child._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
         child._reader_task = asyncio.create_task(child._read(reader), name=f"read {name}")

@@ -15,6 +15,7 @@ from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
 from gyre.trajectories.sample import Sample
+from tests.training.nest import Nest
 
 SECRET = "open sesame"
 VOCABULARY = 96
@@ -82,7 +83,9 @@ def make_sample(n: int, group: int, version: int = 0) -> Sample:
 class Cells:
     """The world; `async with`."""
 
-    def __init__(self, path: Path, model: Path, config: configuration.Config, attempt: int = 1) -> None:
+    def __init__(
+        self, path: Path, model: Path, config: configuration.Config, attempt: int = 1, nest: Nest | None = None
+    ) -> None:
         self.run_dir = RunDir(path).create()
         self.model = model
         self.config = config
@@ -93,16 +96,17 @@ class Cells:
         self.incarnations: dict[int, int] = {}
         self.events: list[dict] = []
         self.generation = 1
+        self._spawn = nest.spawn if nest else Child.spawn
         self._event = asyncio.Event()
 
     async def __aenter__(self) -> Cells:
         self.store = Store.host(self.prefix, "127.0.0.1")
-        self.feeder = await Child.spawn(
+        self.feeder = await self._spawn(
             "feeder", [sys.executable, str(FEEDER), str(self.run_dir.path)], self.log("feeder"), self.on_event("feeder")
         )
         url = (await self.feeder.call("start", 60, secret=SECRET, address="127.0.0.1"))["url"]
         self.store.set("feeder", url)
-        self.weights = await Child.spawn(
+        self.weights = await self._spawn(
             "snapshots", [sys.executable, "-m", "gyre.training.snapshots"], self.log("snapshots")
         )
         answer = await self.weights.call(
@@ -144,7 +148,7 @@ class Cells:
     async def spawn(self, rank: int, address: str = "127.0.0.1", **env: str) -> dict:
         """Start (or restart) a trainer."""
         self.incarnations[rank] = self.store.add(f"incarnation/{rank}", 1)
-        child = await Child.spawn(
+        child = await self._spawn(
             "trainer",
             [sys.executable, "-m", "gyre.training.trainer"],
             self.log(f"trainer-{rank}"),

@@ -262,12 +262,12 @@ async def start(cells: Cells, everyone: bool) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_every_membership_gives_the_update_of_one_process(tmp_path, zero_stage):
+def test_every_membership_gives_the_update_of_one_process(tmp_path, nest, zero_stage):
     model = make_model(tmp_path / "model")
     config = make_config(zero_stage=zero_stage)
 
     async def scenario() -> None:
-        async with Cells(tmp_path / "run", model, config) as cells:
+        async with Cells(tmp_path / "run", model, config, nest=nest) as cells:
             await start(cells, everyone=zero_stage == 2)
             compared = Compared(cells, Reference(model, config))
             assert compared.reference.distance(cells.weights_of(0)) == 0
