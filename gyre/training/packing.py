@@ -1,4 +1,4 @@
-"""From samples to micro-steps: which go together under a token budget, their layout, and their wire format. Pure.
+"""From samples to micro-steps: how rows are laid out for a trainer, and the wire format. Pure.
 
 A micro-step is one row of whole samples, one after the other, without padding. Positions restart at each sample and
 attention stays within it, so packed samples know nothing of each other. Only tokens that are trained on carry further
@@ -43,21 +43,6 @@ class MicroStep:
     advantages: np.ndarray  # float32 [m]
     weights: np.ndarray  # float32 [m]
     temperatures: np.ndarray  # float32 [m]
-
-
-def choose(lengths: Sequence[int], budget: int) -> list[int]:
-    """Indices of the rows that make the next micro-step: the longest, and as many of the next shorter as fit.
-
-    Together they stay within `budget` tokens, except that a row longer than the budget comes alone. Ties go to the
-    earlier row, so the choice depends on the order of `lengths` alone.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    chosen, left = order[:1], budget - lengths[order[0]] if order else 0
-    for index in order[1:]:
-        if lengths[index] <= left:
-            chosen.append(index)
-            left -= lengths[index]
-    return chosen
 
 
 def lay_out(micro_step: int, rows: Sequence[Row]) -> MicroStep:

@@ -7,13 +7,15 @@ ever ahead of one. The same calls in the same order give the same micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gyre.errors import InvariantBroken, StreamConflict
+from gyre.training.choosing import Shelf
 from gyre.training.ledger import Leases, Member
-from gyre.training.packing import MicroStep, Row, choose, lay_out
+from gyre.training.packing import MicroStep, Row, lay_out
 
 Answer = Literal["step", "wait", "closed", "suspended", "barred"]
 
@@ -33,10 +35,8 @@ class Stream:
     """The stream of one update."""
 
     update: int
-    groups: int  # that it takes
     policy: int  # version that it improves on
-    taken: list[int] = field(default_factory=list)
-    leftover: list[Row] = field(default_factory=list)  # rows of taken groups that are in no micro-step yet
+    shelf: Shelf
     steps: dict[int, MicroStep] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     suspended: bool = False
@@ -52,7 +52,12 @@ class Stream:
     @property
     def dry(self) -> bool:
         """All its groups are taken and all their rows are in micro-steps that somebody holds."""
-        return len(self.taken) >= self.groups and not self.leftover and not self.leases.free
+        return self.shelf.empty and not self.leases.free
+
+    @property
+    def taken(self) -> list[int]:
+        """The groups that are in it."""
+        return self.shelf.taken
 
     def numbers(self) -> dict[str, float]:
         """What is worth knowing about its data.
@@ -74,7 +79,8 @@ class Supply:
     def __init__(self, budget: int, trained: Iterable[int] = ()) -> None:
         self._budget = budget
         self._seen: set[int] = set(trained)  # fed once already, in the whole run
-        self._ready: dict[int, list[Row] | None] = {}  # untaken, in order; None while its samples are loading
+        # Untaken, in order; None while its samples are loading. (A plain dict whose first ones go is slow to begin.)
+        self._ready: OrderedDict[int, list[Row] | None] = OrderedDict()
         self._barred: set[Member] = set()
         self.streams: dict[int, Stream] = {}
 
@@ -111,7 +117,7 @@ class Supply:
             raise StreamConflict(f"update {update} was begun before")
         if self.streams and update < max(self.streams):
             raise StreamConflict(f"update {update} comes after update {max(self.streams)}")
-        self.streams[update] = Stream(update, groups, policy)
+        self.streams[update] = Stream(update, policy, Shelf(groups, self._budget))
         self.streams[update].leases.barred |= self._barred
 
     def stream(self, update: int) -> Stream:
@@ -131,9 +137,9 @@ class Supply:
 
     def close_short(self, update: int, groups: int | None = None) -> int:
         """Take `groups` groups altogether, or no further one where it is None; returns how many that makes."""
-        stream = self.stream(update)
-        stream.groups = max(len(stream.taken), groups or 0)
-        return stream.groups
+        shelf = self.stream(update).shelf
+        shelf.close(groups or 0)
+        return shelf.groups
 
     def committed(self, update: int) -> None:
         """Forget the micro-steps of this update and of earlier ones."""
@@ -180,40 +186,16 @@ class Supply:
         word: Answer = "step" if given else "suspended" if stream.suspended else "closed" if stream.dry else "wait"
         return Claim(word, tuple(stream.steps[step] for step in given), leases.unfinished, tuple(taken))
 
-    def _pack(self, stream: Stream) -> tuple[int, ...]:
-        """Publish one more micro-step from the oldest rows, if there are any; returns the groups it took."""
-        taken: list[int] = []
-        pool: list[tuple[int | None, Row]] = [(None, row) for row in stream.leftover]
-        room = stream.groups - len(stream.taken)
-        tokens = sum(len(row.sample) for row in stream.leftover)
-        for group, rows in list(self._ready.items()):
-            if rows is None or room <= 0 or tokens >= self._budget:
-                break
-            room -= 1
-            if rows:
-                pool.extend((group, row) for row in rows)
-                tokens += sum(len(row.sample) for row in rows)
-            else:
-                taken.append(group)  # it has nothing to teach: passing it is taking it
-        chosen = choose([len(row.sample) for _, row in pool], self._budget)
-        for index in chosen:
-            group = pool[index][0]
-            if group is not None and group not in taken:
-                taken.append(group)
-        picked = set(chosen)
-        stream.leftover = [
-            row for i, (group, row) in enumerate(pool) if i not in picked and (group is None or group in taken)
-        ]
+    def _pack(self, stream: Stream) -> list[int]:
+        """Publish one more micro-step, if one is to be had; returns the groups that were taken for it."""
+        rows, taken = stream.shelf.next(self._ready)
         for group in taken:
             del self._ready[group]
-        stream.taken.extend(taken)
-        if chosen:
-            self._publish(stream, [pool[i] for i in chosen])
-        return tuple(taken)
+        if rows:
+            self._publish(stream, lay_out(len(stream.steps) + 1, rows), rows)
+        return taken
 
-    def _publish(self, stream: Stream, pool: list[tuple[int | None, Row]]) -> None:
-        rows = [row for _, row in pool]
-        step = lay_out(len(stream.steps) + 1, rows)
+    def _publish(self, stream: Stream, step: MicroStep, rows: Sequence[Row]) -> None:
         stream.steps[step.id] = step
         stream.leases.publish(step.id)
         if len(step.tokens) <= self._budget:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gyre.errors import InvariantBroken, StreamConflict
 from gyre.training.ledger import Leases
-from gyre.training.packing import Row, blank, choose, decode, encode, lay_out
+from gyre.training.packing import Row, blank, decode, encode, lay_out
 from gyre.training.supply import Supply
 from tests.training.cells import make_sample
 
@@ -258,21 +258,6 @@ def test_words_out_of_turn_are_refused():
         leases.publish(1)
     with pytest.raises(InvariantBroken, match="invariant 8"):
         leases.finish(CORE, [1])
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 300))
-def test_chosen_rows_fit_the_budget_and_all_get_chosen(lengths, budget):
-    left = list(enumerate(lengths))
-    seen = []
-    while left:
-        chosen = choose([length for _, length in left], budget)
-        assert chosen
-        rows = [left[i] for i in chosen]
-        assert len(rows) == 1 or sum(length for _, length in rows) <= budget
-        seen += [index for index, _ in rows]
-        left = [row for i, row in enumerate(left) if i not in set(chosen)]
-    assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_micro_steps_survive_the_wire_and_hold_what_samples_say():
