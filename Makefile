@@ -14,7 +14,7 @@ install = @$(PIP) install $(1) 2>&1 | tee -a $(VENV)/setup.log \
 	| sed -unE '/^(Collecting|Building wheel|Installing collected|ERROR)|^ +Downloading/{s/^ *(.{0,90}).*/        \1/;p}' \
 	|| { tail -n 30 $(VENV)/setup.log; echo 'gyre: pip failed; all it said is in $(VENV)/setup.log'; exit 1; }
 
-.PHONY: setup quickstart test test-full lint bench clean
+.PHONY: setup quickstart test test-full lint bench trl clean
 
 setup: $(STAMP)
 
@@ -57,5 +57,22 @@ bench: setup
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark" $(if $(filter 1,$(FULL)),,--quick) || exit 1; \
 	done
 
+# TRL, which losses and speed are compared with, has an environment of its own; torch and all else that the main one has
+# is seen from there. Comparisons make it when they need it.
+TRL_VENV := .venv-trl
+TRL := trl==1.16.0
+
+trl: $(TRL_VENV)/.$(TRL)
+
+$(TRL_VENV)/.$(TRL):
+	@test -x $(BIN)/python || { echo "gyre: run make setup first"; exit 2; }
+	$(say) "TRL in $(TRL_VENV)"
+	@test -x $(TRL_VENV)/bin/python || $(BIN)/python -m venv $(TRL_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TRL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gyre.pth"
+	@$(TRL_VENV)/bin/python -m pip --disable-pip-version-check --log $(TRL_VENV)/setup.log install -qqq $(TRL) \
+		|| { tail -n 30 $(TRL_VENV)/setup.log; echo 'gyre: pip failed; all it said is in $(TRL_VENV)/setup.log'; exit 1; }
+	@rm -f $(TRL_VENV)/.trl* && touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
