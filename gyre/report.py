@@ -81,8 +81,9 @@ _SHOWN_UPDATES = 16
 _Column = Callable[[dict[str, Any]], str]
 
 
-def _figure(key: str) -> _Column:
-    return lambda row: figures.shown(row["metrics"], key)
+def _figure(key: str, often: bool = True) -> _Column:
+    """A column of a figure; one that is seldom anything but 0 has nothing in it then."""
+    return lambda row: figures.shown(row["metrics"], key) if often or row["metrics"].get(key) else ""
 
 
 def _staleness(row: dict[str, Any]) -> str:
@@ -107,9 +108,9 @@ _LEARNT: dict[str, _Column] = {
     "loss": _figure("loss"),
     "entropy": _figure("entropy"),
     "kl": _figure("kl"),
-    "kl ref.": _figure("kl_reference"),
+    "kl ref.": _figure("kl_reference", often=False),
     "clipped": _figure("clip_fraction"),
-    "trunc.": _figure("truncated_fraction"),
+    "trunc.": _figure("truncated_fraction", often=False),
     "mismatch": _figure("mismatch_mean"),
     "norm": _figure("grad_norm"),
     "lr": _figure("lr"),

@@ -128,7 +128,9 @@ def judge(measured: Measured, dtype: str) -> Verdict:
         hints.append(
             "the core's fp32 weights do not round to those it was given: see model.dtype and the trainer's log"
         )
-    if not measured.tokens or measured.mean is None or measured.most is None:
+    if measured.mean is None or measured.most is None:
+        return Verdict([*faults, "the trainer has measured no difference"], hints)
+    if not measured.tokens:
         faults.append("no token was compared")
         hints.append(
             "every sampled token was masked, or no execution had a score: `launch.py report` of the run says which. "
@@ -147,13 +149,16 @@ def _causes(measured: Measured, limits: Limits, dtype: str) -> list[str]:
     """What makes a mismatch of this size, the likeliest first."""
     assert measured.mean is not None
     kind = "dtype: engine.args (dtype, quantization, kv-cache-dtype) must be those of model.dtype, on both sides"
-    weights = "weights: the engine must serve the directory that model.path names; look into the engine's log"
+    weights = "weights: both must have those of model.path; the checksums above and the engine's log say what they have"
     tokens = "tokenizer and chat template: they must be those of the model, not of its base or another revision"
     sampling = (
         "temperature: the trainer divides logits by the one that the agent asked for; engine.args must leave "
         "logprobs-mode and override-generation-config as they are"
     )
-    positions = "positions: rope scaling and sliding windows in config.json must mean the same to both"
+    positions = (
+        "architecture: rope scaling, sliding windows and norms of config.json must mean the same to both; see "
+        "engine.args.hf-overrides"
+    )
     if measured.mean <= limits.mean:
         return [
             "a few tokens alone differ: very improbable ones, long contexts, or a sequence that attends to its "
@@ -200,7 +205,7 @@ def text(measured: Measured, dtype: str) -> str:
         rows.append(("|difference of log-probabilities|", _against(measured.mean, limits.mean, "on average")))
         rows.append(("", _against(measured.most, limits.most, "at the most")))
     if measured.ratio_min is not None and measured.ratio_max is not None:
-        rows.append(("ratio of probabilities", f"{measured.ratio_min:.6g} to {measured.ratio_max:.6g}"))
+        rows.append(("importance ratio", f"{measured.ratio_min:.6g} to {measured.ratio_max:.6g}"))
     if measured.kl is not None:
         rows.append(("KL of sampler from trainer", significant(measured.kl)))
     same = bool(measured.after) and measured.before == measured.after
