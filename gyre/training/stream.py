@@ -40,11 +40,6 @@ class Answer:
     steps: list[MicroStep] = field(default_factory=list)
     unfinished: int = 0  # micro-steps that members still work on, these included
 
-    @property
-    def step(self) -> MicroStep | None:
-        """The first."""
-        return self.steps[0] if self.steps else None
-
 
 class Claims:
     """The client of the feeder's HTTP interface; one connection, for one thread."""
@@ -74,7 +69,10 @@ class Claims:
             "wait": wait,
         }
         status, headers, data = self._post("/claim", body)
-        steps = decode_all(data) if status == 200 else []
+        try:
+            steps = decode_all(data) if status == 200 else []
+        except ValueError as error:
+            raise ChildFailed(f"the feeder's answer to /claim cannot be read: {error}") from error
         return Answer(headers["X-Gyre-Stream"], steps, int(headers["X-Gyre-Unfinished"]))
 
     def settle(self, update: int, ledgers: Mapping[Member, Sequence[int]], final: bool) -> dict[str, Any]:
