@@ -123,7 +123,7 @@ class CoreModel(CellModel):
         """Add one micro-step's gradient sum to the accumulators."""
         self._open_window()
         with trimmed():
-            loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.clip)
+            loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.objective)
             self._engine.backward(loss, scale_wrt_gas=False)
             del loss
         return statistics

@@ -16,6 +16,7 @@ from gyre.errors import WeightsMismatch
 from gyre.training.batch import Batch
 from gyre.training.gradients import Accumulators, Flat
 from gyre.training.loss import micro_step_loss
+from gyre.training.objectives import Objective
 from gyre.training.packing import MicroStep
 from gyre.training.scorer import Scorer
 from gyre.training.slots import Spec
@@ -73,7 +74,7 @@ class CellModel:
         self.model = model
         self.scorer = Scorer(model, config.checkpoint_activations)
         self.device = device
-        self.clip = config.clip_ratio or 0.2
+        self.objective = Objective.of(config)
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [parameter for _, parameter in model.named_parameters()]
         self.specs = [Spec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -140,7 +141,7 @@ class SatelliteModel(CellModel):
     def compute(self, step: MicroStep) -> Statistics:
         """Add one micro-step's gradient sum to the accumulators."""
         with trimmed():
-            loss, statistics = micro_step_loss(self.scorer, Batch.of(step, self.device), self.clip)
+            loss, statistics = micro_step_loss(self.scorer, Batch.of(step, self.device), self.objective)
             loss.backward()
             del loss
         return statistics

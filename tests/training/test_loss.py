@@ -1,43 +1,15 @@
-"""The loss against its formula, and scoring against whole logits."""
+"""Scoring against whole logits."""
 
 import numpy as np
 import pytest
 import torch
 
 from gyre.training.batch import Batch
-from gyre.training.loss import clipped_ratio_loss, micro_step_loss
+from gyre.training.loss import micro_step_loss
+from gyre.training.objectives import Objective
 from gyre.training.packing import Row, lay_out
 from gyre.training.scorer import Scorer
-from gyre.training.statistics import Statistics
-from tests.training.cells import VOCABULARY, make_sample
-
-
-def test_the_loss_is_the_clipped_ratio_summed():
-    ratio = torch.tensor([0.5, 0.9, 1.1, 1.5, 0.5, 1.5])
-    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -2.0])
-    weights = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0, 1.0])
-    current = ratio.log().requires_grad_()
-    loss, statistics = clipped_ratio_loss(current, torch.zeros(6), advantages, weights, clip=0.2)
-    assert loss.item() == pytest.approx(-(0.5 + 0.9 + 2 * 1.1 + 1.2 - 0.8 - 2 * 1.5))
-    loss.backward()
-    # no gradient where clipping makes the objective flat: 1.5 with a good, 0.5 with a bad advantage
-    assert torch.allclose(current.grad, torch.tensor([-0.5, -0.9, -2.2, 0.0, 0.0, 3.0]))
-    assert (statistics.tokens, statistics.weight, statistics.clipped) == (6, 7, 2)
-    assert statistics.ratio == pytest.approx(6.0)
-    assert statistics.kl == pytest.approx(float((ratio - 1 - ratio.log()).sum()), rel=1e-5)
-
-
-def test_a_wild_ratio_stays_finite():
-    current = torch.tensor([0.0]).requires_grad_()
-    loss, _ = clipped_ratio_loss(current, torch.tensor([-500.0]), torch.tensor([-1.0]), torch.ones(1), 0.2)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(current.grad).all()
-
-
-def test_statistics_add_up():
-    total = Statistics(loss=1.0, tokens=2.0)
-    total.add(Statistics(loss=0.5, entropy=3.0))
-    assert (total.loss, total.tokens, total.entropy) == (1.5, 2.0, 3.0)
+from tests.training.cells import VOCABULARY, make_config, make_sample
 
 
 def tiny(kind: str) -> torch.nn.Module:
@@ -80,5 +52,5 @@ def test_scores_are_those_of_the_whole_model(kind, whole):
                 disorder.append(float(-(spread.exp() * spread).sum()))
     assert np.allclose(current.detach(), expected, atol=1e-5)
     assert np.allclose(entropy, disorder, atol=1e-4)
-    loss, statistics = micro_step_loss(scorer, batch, 0.2)
+    loss, statistics = micro_step_loss(scorer, batch, Objective.of(make_config().train))
     assert loss.requires_grad and statistics.entropy == pytest.approx(sum(disorder), rel=1e-4)
