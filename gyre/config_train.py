@@ -23,7 +23,7 @@ class ScheduleConfig(Section):
     """The learning rate over the updates of a run."""
 
     kind: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How it falls after warm-up, until the last update."
+        "constant", description="How it falls after warm-up, over the rest of the run."
     )
     warmup: int = Field(0, ge=0, description="Updates in which it rises in a line from nothing to train.lr.")
     floor: float = Field(0.0, ge=0, le=1, description="Fraction of train.lr that it falls to.")
@@ -49,7 +49,7 @@ class TrainConfig(Section):
     averaging: Literal["execution", "token"] | None = Field(
         None,
         description="execution: the mean over an execution's tokens, then over executions; token: over all tokens. "
-        "Null is the objective's own.",
+        "Null is the objective's own (docs/objectives.md).",
     )
     advantages: Literal["group", "shuffled", "ones"] = Field(
         "group",
@@ -70,7 +70,8 @@ class TrainConfig(Section):
     truncation: float | None = Field(
         2.0,
         ge=1,
-        description="A token's importance weight, trainer against sampler, counts as this at most; null: any.",
+        description="A token's importance weight, trainer against sampler, counts as this at most where the objective "
+        "does not clip it; null: as it is.",
     )
     kl: float = Field(
         0.0, ge=0, description="Weight of the KL divergence from the initial model; above 0 each cell holds it too."
@@ -100,6 +101,22 @@ class TrainConfig(Section):
             raise ValueError(
                 f"schedule.warmup ({self.schedule.warmup}) must be less than updates ({self.updates}): the learning "
                 "rate would never reach train.lr"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _of_an_objective(self) -> TrainConfig:
+        clips = self.clip_ratio is not None or self.clip_ratio_high is not None
+        if self.objective == "rloo" and clips:
+            raise ValueError("objective rloo clips nothing; remove clip_ratio and clip_ratio_high, or set truncation")
+        if self.objective == "cispo" and not clips and self.truncation is None:
+            raise ValueError(
+                "objective cispo bounds importance weights and has no bound; set truncation or clip_ratio_high"
+            )
+        if self.objective == "reinforce++" and self.kl:
+            raise ValueError(
+                "objective reinforce++ divides the whole gradient by the advantages' standard deviation, known only "
+                "when an update ends, and kl would be divided too; set train.kl=0, or another objective"
             )
         return self
 

@@ -104,6 +104,12 @@ def test_refused_in_one_line(data, words):
         ({"clip_ratio_high": 0}, ["train.clip_ratio_high", "greater than 0"]),
         ({"truncation": 0.5}, ["train.truncation", "greater than or equal to 1"]),
         ({"kl": -0.1}, ["train.kl", "greater than or equal to 0"]),
+        ({"objective": "rloo", "clip_ratio": 0.2}, ["train: objective rloo clips nothing"]),
+        (
+            {"objective": "cispo", "truncation": None},
+            ["train: objective cispo bounds importance weights", "set truncation"],
+        ),
+        ({"objective": "reinforce++", "kl": 0.1}, ["train: objective reinforce++ divides", "set train.kl=0"]),
         ({"lr": -1e-6}, ["train.lr", "greater than or equal to 0"]),
         ({"schedule": {"kind": "cosinus"}}, ["train.schedule.kind", "'cosine'", "not 'cosinus'"]),
         ({"schedule": {"warmup": -1}}, ["train.schedule.warmup", "not -1"]),
@@ -173,7 +179,9 @@ def test_every_gpu_of_a_cell_has_a_worker(gpus, train, shards, workers, tmp_path
     "train",
     [
         {"objective": "dapo", "averaging": "execution", "clip_ratio": 0.2, "clip_ratio_high": 0.28, "truncation": None},
-        {"objective": "reinforce++", "averaging": "token", "kl": 0.001, "truncation": 1},
+        {"objective": "reinforce++", "averaging": "token", "kl": 0, "truncation": 1},
+        {"objective": "rloo", "kl": 0.001, "truncation": None},
+        {"objective": "cispo", "clip_ratio_high": 4, "truncation": None},
         {"lr": 0, "schedule": {"kind": "cosine", "warmup": 3, "floor": 0.1}},
         {"micro_tokens": 32, "sample_limit": 32, "advantages": "ones"},
     ],

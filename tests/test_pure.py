@@ -43,6 +43,8 @@ MUST_BE_PURE = {
     "gyre.training.filling",
     "gyre.training.ledger",
     "gyre.training.packing",
+    "gyre.training.schedule",
+    "gyre.training.statistics",
     "gyre.training.supply",
     "gyre.trajectories.advantages",
     "gyre.trajectories.sample",
