@@ -19,7 +19,7 @@ from gyre.checksum_groups import MASK, Sums, accumulate, add, combine, differing
 __all__ = ["Sums", "add", "checksum", "combine", "differing", "group_of", "sums", "sums_of"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_CPU_CHUNK = 1 << 16  # elements; the buffers stay in the cache
+_CPU_CHUNK = 1 << 17  # elements; the buffers stay in the cache
 _GPU_CHUNK = 1 << 23  # elements; the buffers stay small beside a full KV cache
 
 

@@ -13,20 +13,20 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
 from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows
-from gyre.training.slots import PIECE, SHARED, Announcement, Place, mapped, metadata_of, places_of, pwrite
+from gyre.training.slots import SHARED, Announcement, Place, mapped, metadata_of, places_of, pwrite
 from gyre.training.transports import Shared, Socket, Transport
 
-_STAGE = 32 << 20  # bytes of a buffer on the way to a device
 _MADV_HUGEPAGE = 14
-_WORTH_HUGE_PAGES = 64 << 20
+_WORTH_HUGE_PAGES = 8 << 20
 _PAGE = 4096
 _Thing, _Out = TypeVar("_Thing"), TypeVar("_Out")
 
@@ -58,7 +58,7 @@ class Source:
         """The header, which is exactly the announced one."""
         header = bytearray(announcement.header)
         self._transport.expect(0, len(header))
-        self._transport.read(0, memoryview(header))
+        self._transport.read(0, [memoryview(header)])
         if digest_of(header) == announcement.digest:
             return bytes(header)
         found: dict[str, str] = {}
@@ -81,13 +81,16 @@ class Source:
                 raise WeightsMismatch(f"snapshot {self.snapshot} lacks {name}")
             if (place.spec.dtype, place.spec.shape) != (tensor.dtype, tuple(tensor.shape)):
                 raise WeightsMismatch(f"snapshot {self.snapshot} does not fit the model: {name}")
-        _prefer_huge_pages(own.values())
         wanted = sorted((self._places[name] for name in own), key=lambda place: place.begin)
-        direct = [(place, raw(own[place.spec.name])) for place in wanted if own[place.spec.name].device.type == "cpu"]
-        self._receive(direct)
-        for place in wanted:
-            if (tensor := own[place.spec.name]).device.type != "cpu":
-                self._stage(place, tensor.detach().view(-1).view(torch.uint8))
+        here = [place for place in wanted if own[place.spec.name].device.type == "cpu"]
+        memory = [raw(own[place.spec.name]) for place in here]
+        _prefer_huge_pages(memory)
+        with in_threads() if self._transport.threads else contextlib.nullcontext(map) as run:
+            self._read(here, lambda part: memory[part.index][part.begin : part.end], lambda part, data: None, run)
+        if there := [place for place in wanted if own[place.spec.name].device.type != "cpu"]:
+            device = [own[place.spec.name].detach().view(-1).view(torch.uint8) for place in there]
+            buffer = torch.empty(self._transport.piece, dtype=torch.uint8, pin_memory=True)
+            self._through(there, buffer, lambda part, data: device[part.index][part.begin : part.end].copy_(data))
 
     def verify(self) -> None:
         """Read everything and compare it with what was announced.
@@ -95,9 +98,8 @@ class Source:
         Raises:
             WeightsMismatch: it is something else.
         """
-        buffer = torch.empty(PIECE, dtype=torch.uint8)
-        for place in self._all():
-            self._through(place, buffer, lambda at, piece: None)
+        buffer = torch.empty(self._transport.piece, dtype=torch.uint8)
+        self._through(list(self._places.values()), buffer, lambda part, data: None)
 
     def save(self, descriptor: int) -> None:
         """Write the whole snapshot to a file, verified.
@@ -105,53 +107,42 @@ class Source:
         Raises:
             WeightsMismatch: it is gone, or what came is not what was announced.
         """
-        buffer = torch.empty(PIECE, dtype=torch.uint8)
+        places = list(self._places.values())
+
+        def write(part: _Part, data: torch.Tensor) -> None:
+            pwrite(descriptor, data.numpy().data, places[part.index].begin + part.begin)
+
         pwrite(descriptor, memoryview(self._header), 0)
-        for place in self._all():
-            self._through(place, buffer, lambda at, piece: pwrite(descriptor, piece.numpy().data, at))
+        self._through(places, torch.empty(self._transport.piece, dtype=torch.uint8), write)
 
-    def _all(self) -> Iterable[Place]:
-        self._transport.expect(len(self._header), self.bytes)
-        return self._places.values()
+    def _through(
+        self, places: Sequence[Place], buffer: torch.Tensor, use: Callable[[_Part, torch.Tensor], Any]
+    ) -> None:
+        """Read tensors through a buffer, out of which `use` takes each part."""
+        self._read(places, lambda part: buffer[part.at : part.at + part.end - part.begin], use, map)
 
-    def _receive(self, wanted: Sequence[tuple[Place, torch.Tensor]]) -> None:
-        """Read into memory; each piece is summed while it is in the cache."""
-        sums = [torch.empty(rows_of(len(data)), dtype=torch.int64) for _, data in wanted]
-        pieces = [(i, at) for i, (_, data) in enumerate(wanted) for at in range(0, len(data), PIECE)]
+    def _read(
+        self,
+        places: Sequence[Place],
+        memory: Callable[[_Part], torch.Tensor],
+        use: Callable[[_Part, torch.Tensor], Any],
+        run: Callable[..., Iterator[None]],
+    ) -> None:
+        """Read and verify tensors: each part to where `memory` has room for it; then `use` gets it."""
+        sums = [torch.empty(rows_of(place.end - place.begin), dtype=torch.int64) for place in places]
 
-        def read(piece: tuple[int, int]) -> None:
-            (place, data), at = wanted[piece[0]], piece[1]
-            part = data[at : at + PIECE]
-            self._transport.read(place.begin + at, part.numpy().data)
-            sum_rows(part, sums[piece[0]][at // ROW :])
+        def read(batch: _Batch) -> None:
+            data = [memory(part) for part in batch.parts]
+            self._transport.expect(batch.begin, batch.until)
+            self._transport.read(batch.begin, [each.numpy().data for each in data])
+            for part, each in zip(batch.parts, data, strict=True):
+                sum_rows(each, sums[part.index][part.begin // ROW :])  # while it is in the cache
+                use(part, each)
 
-        if self._transport.threads:
-            with in_threads() as run:
-                for _ in run(read, pieces):
-                    pass
-        else:
-            ends = _ends([place for place, _ in wanted])
-            for i, at in pieces:
-                self._transport.expect(wanted[i][0].begin + at, ends[i])
-                read((i, at))
-        for (place, _), found in zip(wanted, sums, strict=True):
+        for _ in run(read, _batches(places, self._transport.piece)):
+            pass
+        for place, found in zip(places, sums, strict=True):
             self._compare(place, found)
-
-    def _stage(self, place: Place, data: torch.Tensor) -> None:
-        """Read into a device's memory, through a buffer from which it is copied fast."""
-        buffer = torch.empty(min(_STAGE, max(len(data), 1)), dtype=torch.uint8, pin_memory=True)
-        self._transport.expect(place.begin, place.end)
-        self._through(place, buffer, lambda at, piece: data[at - place.begin :][: len(piece)].copy_(piece))
-
-    def _through(self, place: Place, buffer: torch.Tensor, use: Callable[[int, torch.Tensor], object]) -> None:
-        """Read one tensor piece by piece; `use` gets each with where it lies in the file."""
-        sums = torch.empty(rows_of(place.end - place.begin), dtype=torch.int64)
-        for at in range(place.begin, place.end, len(buffer)):
-            piece = buffer[: place.end - at]
-            self._transport.read(at, piece.numpy().data)
-            sum_rows(piece, sums[(at - place.begin) // ROW :])
-            use(at, piece)
-        self._compare(place, sums)
 
     def _compare(self, place: Place, sums: torch.Tensor) -> None:
         if (found := hashed(sums)) != place.digest:
@@ -245,13 +236,45 @@ def _transport(announcement: Announcement, secret: str, address: str, timeout: f
     return shared or Socket(announcement, secret, timeout)
 
 
-def _ends(places: Sequence[Place]) -> list[int]:
-    """For each of some places, in the file's order: where the last one ends that follows without a gap."""
-    ends = [place.end for place in places]
-    for i in reversed(range(len(places) - 1)):
-        if places[i + 1].begin == places[i].end:
-            ends[i] = ends[i + 1]
-    return ends
+@dataclass(frozen=True)
+class _Part:
+    """Bytes `begin` to `end` of the tensor with this index, which come `at` bytes after the batch's beginning."""
+
+    index: int
+    begin: int
+    end: int
+    at: int
+
+
+@dataclass
+class _Batch:
+    """What is read at once: bytes from `begin` on, and until where more without a gap is going to be read after it."""
+
+    begin: int
+    until: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
+
+def _batches(places: Sequence[Place], limit: int) -> list[_Batch]:
+    """The bytes of tensors, in the file's order, in batches without gaps of at most `limit` bytes."""
+    batches: list[_Batch] = []
+    size = end = 0
+    for index, place in enumerate(places):
+        done, length = 0, place.end - place.begin
+        while done < length:
+            room = (limit - size) // ROW * ROW
+            if not batches or place.begin + done != end or not room:
+                batches.append(_Batch(place.begin + done))
+                size, room = 0, limit
+            count = min(length - done, room)
+            batches[-1].parts.append(_Part(index, done, done + count, size))
+            done, size = done + count, size + count
+            end = place.begin + done
+            batches[-1].until = end
+    for batch, after in zip(reversed(batches[:-1]), reversed(batches[1:]), strict=True):
+        if batch.until == after.begin:
+            batch.until = after.until
+    return batches
 
 
 def _nameless(size: int, scratch: Path | str | None) -> int:
@@ -264,9 +287,15 @@ def _nameless(size: int, scratch: Path | str | None) -> int:
 
 def _prefer_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
     """Have memory that was not touched yet come in large pages: the first write to it is several times as fast."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type == "cpu"}
-    for begin, storage in storages.items():
+    runs: list[list[int]] = []
+    for tensor in sorted((t for t in tensors if len(t)), key=torch.Tensor.data_ptr):
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + len(tensor)
+        if runs and begin == runs[-1][1]:
+            runs[-1][1] = end
+        else:
+            runs.append([begin, end])
+    for begin, end in runs:
         first = -(-begin // _PAGE) * _PAGE
-        if (size := begin + storage.nbytes() - first) >= _WORTH_HUGE_PAGES:
+        if end - first >= _WORTH_HUGE_PAGES:
             with contextlib.suppress(AttributeError):
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_HUGEPAGE)

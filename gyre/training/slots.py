@@ -31,7 +31,7 @@ from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_o
 SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
 _NO_DIGEST = "-" * 32
-PIECE = 512 << 10  # bytes that are looked at together: they stay in a core's cache
+PIECE = 1 << 20  # bytes that are looked at together: they stay in the cache
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",

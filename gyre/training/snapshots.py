@@ -15,7 +15,6 @@ import fcntl
 import hmac
 import os
 import re
-import select
 import socket
 import threading
 import time
@@ -26,12 +25,13 @@ from gyre.child import Endpoint
 from gyre.errors import WeightsMismatch
 from gyre.training.pulling import Pulled, Source, pull, reach
 from gyre.training.slots import SHARED, Announcement, metadata_of, read_header, remove_shared, shared_prefix
+from gyre.training.transports import time_value
 
 __all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach", "remove_shared", "shared_prefix"]
 
 _STALL_SECONDS = 30.0
 _LEG = 64 << 20  # bytes that a reader must take within _STALL_SECONDS
-_SEND_BUFFER = 4 << 20
+_CALL = 4 << 20
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
@@ -97,19 +97,16 @@ class Server:
         Raises:
             OSError: the reader is gone or too slow.
         """
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        writable = select.poll()
-        writable.register(connection, select.POLLOUT)
+        connection.settimeout(None)  # the kernel waits, and not this thread after every little piece
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value(self._stall))
         due, leg = time.monotonic() + self._stall, begin + _LEG
         while begin < end:
-            try:
-                begin += os.sendfile(connection.fileno(), descriptor, begin, end - begin)
-            except BlockingIOError:
-                writable.poll(max(0.0, due - time.monotonic()) * 1000)
+            begin += os.sendfile(connection.fileno(), descriptor, begin, min(_CALL, end - begin))
             if begin >= leg:
                 due, leg = time.monotonic() + self._stall, begin + _LEG
             elif time.monotonic() > due:
                 raise TimeoutError("the reader is too slow")
+        connection.settimeout(self._stall)
 
     def _open(self, wanted: list[str]) -> int | None:
         """The slot with this snapshot and generation, under a shared lock; one that is being written is another."""

@@ -14,27 +14,43 @@ import socket
 import struct
 import time
 import urllib.parse
+from collections.abc import Sequence
 from typing import Protocol
 
 from gyre.errors import WeightsMismatch
-from gyre.training.slots import Announcement
+from gyre.training.slots import PIECE, Announcement
 
 _TRIES = 3  # of one range, over a connection that breaks
 _PAUSE_SECONDS = 0.2
+_VIEWS = 64  # pieces of memory that one call takes
 _HEAD_LIMIT = 16 << 10
 _END_OF_HEAD = b"\r\n\r\n"
 
 
+def _advance(into: list[memoryview], count: int) -> None:
+    """Leave out the first `count` bytes."""
+    while into and count >= len(into[0]):
+        count -= len(into.pop(0))
+    if count:
+        into[0] = into[0][count:]
+
+
+def time_value(seconds: float) -> bytes:
+    """A time as the kernel's socket options want it."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
 class Transport(Protocol):
-    """One-sided reads of a snapshot's bytes. `threads` is whether several may read at once."""
+    """One-sided reads of a snapshot's bytes, in pieces of `piece` bytes; `threads`: whether by several at once."""
 
     threads: bool
+    piece: int
 
     def expect(self, begin: int, end: int) -> None:
         """The bytes from `begin` to `end` are going to be read, from the first to the last."""
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on.
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """Fill `into`, one after the other, with the bytes from `offset` on.
 
         Raises:
             WeightsMismatch: they cannot be had any more.
@@ -48,6 +64,7 @@ class Shared:
     """The slot on this host, under a lease."""
 
     threads = True
+    piece = PIECE
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -73,13 +90,15 @@ class Shared:
     def expect(self, begin: int, end: int) -> None:
         """Nothing has to be asked for."""
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Copy from the slot. The kernel copies: a mapping would fault on every page first."""
+        into = list(into)
         while into:
-            got = os.preadv(self.descriptor, [into], offset)
+            got = os.preadv(self.descriptor, into[:_VIEWS], offset)
             if not got:
                 raise WeightsMismatch("the slot ends too early")
-            offset, into = offset + got, into[got:]
+            offset += got
+            _advance(into, got)
 
     def close(self) -> None:
         """Give the lease back."""
@@ -92,6 +111,7 @@ class Socket:
     """The weight server of the core's host. A connection that breaks is made again, and goes on where it was."""
 
     threads = False
+    piece = 4 << 20  # the kernel copies small pieces at a lower rate
 
     def __init__(self, announcement: Announcement, secret: str, timeout: float) -> None:
         url = urllib.parse.urlsplit(announcement.url)
@@ -110,14 +130,14 @@ class Socket:
         """Remember how much to ask for at once."""
         self._until = end
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Receive what is there, or ask for it."""
-        tries = _TRIES
+        into, tries = list(into), _TRIES
         while into:
             try:
                 if self._socket is None or offset != self._at or self._at == self._end:
-                    self._ask(offset, max(self._until, offset + len(into)))
-                got = self._socket.recv_into(into[: self._end - self._at], 0, socket.MSG_WAITALL)
+                    self._ask(offset, max(self._until, offset + sum(map(len, into))))
+                got = self._socket.recvmsg_into(into[:_VIEWS], 0, socket.MSG_WAITALL)[0]
                 if not got:
                     raise ConnectionResetError("it closed the connection")
             except OSError as error:
@@ -130,7 +150,8 @@ class Socket:
                 continue
             tries = _TRIES
             self._at += got
-            offset, into = offset + got, into[got:]
+            offset += got
+            _advance(into, got)
 
     def _ask(self, begin: int, end: int) -> None:
         if self._at != self._end:
@@ -138,9 +159,8 @@ class Socket:
         if self._socket is None:
             self._socket = socket.create_connection(self._address, self._timeout)
             self._socket.settimeout(None)  # the kernel's own timeout: with it, one call can fill a whole buffer
-            wait = struct.pack("ll", int(self._timeout), int(self._timeout % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, time_value(self._timeout))
         self._socket.sendall(f"{self._request}{begin}-{end - 1}\r\n\r\n".encode())
         status = self._head().split(b"\r\n", 1)[0].decode(errors="replace")
         if status.split()[1:2] != ["206"]:
