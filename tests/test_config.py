@@ -107,7 +107,7 @@ def test_refused_in_one_line(data, words):
         ({"objective": "rloo", "clip_ratio": 0.2}, ["train: objective rloo clips nothing"]),
         (
             {"objective": "cispo", "truncation": None},
-            ["train: objective cispo bounds importance weights", "set truncation"],
+            ["objective cispo bounds importance weights", "set trunc"],
         ),
         ({"objective": "reinforce++", "kl": 0.1}, ["train: objective reinforce++ divides", "set train.kl=0"]),
         ({"lr": -1e-6}, ["train.lr", "greater than or equal to 0"]),
