@@ -205,7 +205,7 @@ def text(measured: Measured, dtype: str) -> str:
         rows.append(("|difference of log-probabilities|", _against(measured.mean, limits.mean, "on average")))
         rows.append(("", _against(measured.most, limits.most, "at the most")))
     if measured.ratio_min is not None and measured.ratio_max is not None:
-        rows.append(("importance ratio", f"{measured.ratio_min:.6g} to {measured.ratio_max:.6g}"))
+        rows.append(("importance ratio", f"{measured.ratio_min:.6f} to {measured.ratio_max:.6f}"))
     if measured.kl is not None:
         rows.append(("KL of sampler from trainer", significant(measured.kl)))
     same = bool(measured.after) and measured.before == measured.after
