@@ -316,16 +316,9 @@ class Trainer:
         part.stage("writing")
         self._publish(update)
         clock.add("snapshot", begun)
-        tokens = max(sums.tokens, 1.0)
         return {
-            "loss": sums.loss / sums.weight if sums.weight else 0.0,
+            **sums.metrics(),
             "grad_norm": norm,
-            "tokens": sums.tokens,
-            "weight": sums.weight,
-            "clip_fraction": sums.clipped / tokens,
-            "ratio_mean": sums.ratio / tokens,
-            "kl": sums.kl / tokens,
-            "entropy": sums.entropy / tokens,
             **part.sum.numbers,
             "cell_seconds": clock.computed + part.sum.collected,
             **{f"seconds_{stage}": seconds for stage, seconds in clock.seconds.items()},

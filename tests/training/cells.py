@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,11 +22,12 @@ from tests.training.nest import Nest
 
 SECRET = "open sesame"
 VOCABULARY = 96
+EXACT = 1e-5
 PATIENCE = 8.0  # seconds until a silent member is barred
 FEEDER = Path(__file__).with_name("feeder_program.py")
 
 
-def make_model(directory: Path, seed: int = 0) -> Path:
+def make_model(directory: Path, seed: int = 0, tied: bool = True) -> Path:
     """A random Qwen3 of 50 thousand parameters, in float32."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -38,7 +42,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.1,
     )
     Qwen3ForCausalLM(shape).save_pretrained(directory)
@@ -47,8 +51,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
 
 def make_config(**train) -> configuration.Config:
     """A configuration for these tests."""
-    loss = {"averaging": "token", "clip_ratio": 0.2, "truncation": None}
-    options = {"updates": 20, "lr": 1e-3, "clip_norm": 0.5, "weight_decay": 0.01, "micro_tokens": 96} | loss | train
+    options = {"updates": 20, "lr": 1e-3, "clip_norm": 0.5, "weight_decay": 0.01, "micro_tokens": 96, **train}
     return configuration.build(
         {
             "name": "cells",
@@ -203,6 +206,61 @@ class Cells:
             return {name: tensor.clone() for name, tensor in pulled.tensors()}
 
 
+class Compared:
+    """Checks an update's outcome against the reference."""
+
+    def __init__(self, cells: Cells, reference: Reference) -> None:
+        self.cells = cells
+        self.reference = reference
+        self.distances: dict[int, float] = {}
+        self.norms: dict[int, float] = {}  # relative distances
+
+    def check(self, update: int, groups: list[int], answer: dict, micro_steps_of: set[str]) -> None:
+        assert answer["how"] == "done", answer
+        assert {rank for rank, count in answer["micro_steps"].items() if count} == micro_steps_of
+        norm = self.reference.update(groups)
+        self.norms[update] = abs(answer["metrics"]["grad_norm"] / norm - 1)
+        self.distances[update] = self.reference.distance(self.cells.weights_of(update))
+        assert self.norms[update] < EXACT, self.norms
+        assert self.distances[update] < EXACT, self.distances
+        assert answer["metrics"]["groups"] == len(groups)
+        taken = sorted(e["group"] for e in self.cells.events if e["type"] == "taken" and e["update"] == update)
+        assert taken == groups
+
+
+@contextlib.asynccontextmanager
+async def frozen(cells: Cells, *ranks: int):
+    """Stop these trainers, all their workers, for a while; the claims that they had sent come back empty first."""
+    for rank in ranks:
+        os.killpg(cells.trainers[rank].pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            os.killpg(cells.trainers[rank].pid, signal.SIGCONT)
+
+
+async def idle(cells: Cells, update: int, taken: int) -> dict:
+    """Wait until these groups are taken and every micro-step is finished; returns the feeder's event."""
+    async with asyncio.timeout(30):
+        while True:
+            known = [e for e in cells.events if e["type"] == "stream" and e["update"] == update]
+            if known and known[-1]["taken"] == taken and known[-1]["finished"] == known[-1]["published"]:
+                return known[-1]
+            await asyncio.sleep(0.02)
+
+
+def groups_of(update: int) -> list[int]:
+    """The six groups of an update."""
+    return [10 * update + i for i in range(6)]
+
+
+def working(answer: dict) -> set[str]:
+    """Ranks that have micro-steps in an update."""
+    return {rank for rank, count in answer["micro_steps"].items() if count}
+
+
 def executions_of(group: int) -> list[int]:
     """The executions of a group in these tests."""
     return [2 * group, 2 * group + 1]
@@ -236,11 +294,13 @@ class Reference:
                 logits = logits / torch.from_numpy(sample.temperatures).double().roll(-1)[:, None]
                 current = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
                 ratio = (current - torch.from_numpy(sample.logprobs).double()[1:]).exp()
-                clip = self.config.clip_ratio
-                value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+                clip, most = self.config.clip_ratio or 0.2, self.config.truncation or float("inf")
+                truncated = ratio * (most / ratio.detach()).clamp(max=1)
+                value = torch.minimum(truncated * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
                 mask = torch.from_numpy(sample.trained)[1:]
-                (-value[mask].sum()).backward()
-                total += float(mask.sum())
+                share = 1.0 if self.config.averaging == "token" else 1.0 / float(mask.sum())
+                (-value[mask].sum() * share).backward()
+                total += float(mask.sum()) * share
         for parameter in self.model.parameters():
             parameter.grad.div_(total)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

@@ -32,8 +32,8 @@ def assert_every_micro_step_counted_once(answer):
     assert metrics["grad_norm"] == pytest.approx(math.sqrt(SIZE) * metrics["loss"], rel=1e-5)
 
 
-async def updates(path):
-    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1)) as cells:
+async def updates(path, nest):
+    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1), nest=nest) as cells:
         started = await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1, 2)))
         assert {one["parameters"] for one in started} == {SIZE}
         await cells.build_groups([0, 1, 2])
@@ -62,13 +62,13 @@ async def updates(path):
         assert (again["version"], again["checksum"]) == (2, committed["checksum"])
 
 
-def test_updates_of_timed_cells(tmp_path):
-    asyncio.run(updates(tmp_path / "cells"))
+def test_updates_of_timed_cells(tmp_path, nest):
+    asyncio.run(updates(tmp_path / "cells", nest))
 
 
-async def suspended(path):
+async def suspended(path, nest):
     """An update without a suspension, and two with one: by the core alone, and with a satellite before it."""
-    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1)) as cells:
+    async with Cells(path, models.resolve("gyre:timed"), timed_config(seconds_per_micro_step=0.1), nest=nest) as cells:
         await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1)))
         await cells.build_groups([0, 1])
         await cells.feeder.call("begin", update=1, groups=5)
@@ -114,8 +114,8 @@ async def all_taken(cells, update, groups):
             await asyncio.sleep(0.02)
 
 
-def test_an_update_that_was_suspended_is_measured_whole(tmp_path):
-    asyncio.run(suspended(tmp_path / "cells"))
+def test_an_update_that_was_suspended_is_measured_whole(tmp_path, nest):
+    asyncio.run(suspended(tmp_path / "cells", nest))
 
 
 def test_what_a_micro_step_takes():

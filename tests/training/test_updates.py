@@ -5,7 +5,6 @@ reference in plain torch that sees one sample at a time.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -13,32 +12,21 @@ import time
 import pytest
 
 from gyre.errors import ChildFailed
-from tests.training.cells import PATIENCE, Cells, Reference, make_config, make_model
+from tests.training.cells import (
+    PATIENCE,
+    Cells,
+    Compared,
+    Reference,
+    frozen,
+    groups_of,
+    idle,
+    make_config,
+    make_model,
+    working,
+)
 
-EXACT = 1e-5
 STAGES = ("compute", "wait", "reduce", "step", "snapshot")
 KILLED_AT_CLAIM, KILLED_AT_REDUCE, ELSEWHERE, FREEZING = 3, 4, 5, 6
-
-
-class Compared:
-    """Checks an update's outcome against the reference."""
-
-    def __init__(self, cells: Cells, reference: Reference) -> None:
-        self.cells = cells
-        self.reference = reference
-        self.distances: dict[int, float] = {}
-
-    def check(self, update: int, groups: list[int], answer: dict, micro_steps_of: set[str]) -> None:
-        assert answer["how"] == "done", answer
-        assert {rank for rank, count in answer["micro_steps"].items() if count} == micro_steps_of
-        norm = self.reference.update(groups)
-        assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-        assert answer["metrics"]["groups"] == len(groups)
-        distance = self.reference.distance(self.cells.weights_of(update))
-        self.distances[update] = distance
-        assert distance < EXACT, self.distances
-        taken = sorted(e["group"] for e in self.cells.events if e["type"] == "taken" and e["update"] == update)
-        assert taken == groups
 
 
 async def three_cells_then_two_then_one(cells: Cells, compared: Compared) -> None:
@@ -84,16 +72,6 @@ async def members_without_work(cells: Cells, compared: Compared) -> None:
     compared.check(5, [50, 51, 52], core, {"1"})
     assert satellite["how"] == "done"
     assert core["metrics"]["cell_seconds"] == satellite["seconds"]["compute"] > 0
-
-
-async def idle(cells: Cells, update: int, taken: int) -> dict:
-    """Wait until these groups are taken and every micro-step is finished; returns the feeder's event."""
-    async with asyncio.timeout(30):
-        while True:
-            known = [e for e in cells.events if e["type"] == "stream" and e["update"] == update]
-            if known and known[-1]["taken"] == taken and known[-1]["finished"] == known[-1]["published"]:
-                return known[-1]
-            await asyncio.sleep(0.02)
 
 
 async def suspended_and_resumed(cells: Cells, compared: Compared) -> None:
@@ -221,29 +199,6 @@ async def stopped_and_barred(cells: Cells, compared: Compared) -> None:
     os.kill(cells.trainers[FREEZING].pid, signal.SIGKILL)
     with pytest.raises(ChildFailed):
         await parts[2]
-
-
-@contextlib.asynccontextmanager
-async def frozen(cells: Cells, *ranks: int):
-    """Stop these trainers for a while; the claims that they had sent come back empty first."""
-    for rank in ranks:
-        os.kill(cells.trainers[rank].pid, signal.SIGSTOP)
-    await asyncio.sleep(1.2)
-    try:
-        yield
-    finally:
-        for rank in ranks:
-            os.kill(cells.trainers[rank].pid, signal.SIGCONT)
-
-
-def groups_of(update: int) -> list[int]:
-    """The six groups of an update."""
-    return [10 * update + i for i in range(6)]
-
-
-def working(answer: dict) -> set[str]:
-    """Ranks that have micro-steps in an update."""
-    return {rank for rank, count in answer["micro_steps"].items() if count}
 
 
 async def start(cells: Cells, everyone: bool) -> None:

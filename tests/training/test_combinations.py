@@ -1,0 +1,151 @@
+"""Stages, shards, ZeRO stages, offload, joins, deaths and suspensions together: always the update of one process.
+
+Each combination takes a core and a satellite, with all of their workers, through five updates, and compares the
+gradient norm and the weights of each with a reference in plain torch that sees one sample at a time. A few of them run
+in `make test`, all in `make test-full`.
+"""
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from gyre.errors import ChildFailed
+from tests.training.cells import Cells, Compared, Reference, frozen, groups_of, idle, make_config, make_model, working
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is configured, and what happens in each of the updates."""
+
+    name: str
+    happenings: str
+    train: dict
+    tied: bool = True
+    short: bool = False
+
+
+JOIN = "join join alone join join"
+SUSPENSION = "join suspension alone suspension join"
+DEATH = "join death join alone join"
+COMBINATIONS = [
+    Combination("stages 2, join", JOIN, {"stages": 2}),
+    Combination("stages 2, zero 3, suspension", SUSPENSION, {"stages": 2, "zero_stage": 3}),
+    Combination("stages 2, offload, death", DEATH, {"stages": 2, "offload_optimizer": True}),
+    Combination("shards 2, join", JOIN, {"shards": 2}),
+    Combination("shards 2, zero 3, suspension", SUSPENSION, {"shards": 2, "zero_stage": 3}, short=True),
+    Combination("shards 2, offload, death", DEATH, {"shards": 2, "offload_optimizer": True}, short=True),
+    Combination("shards 2, zero 3, offload, join", JOIN, {"shards": 2, "zero_stage": 3, "offload_optimizer": True}),
+    Combination("stages 2, shards 2, join", JOIN, {"stages": 2, "shards": 2}, short=True),
+    Combination("stages 2, shards 2, zero 3, death", DEATH, {"stages": 2, "shards": 2, "zero_stage": 3}),
+    Combination("stages 2, shards 2, untied, suspension", SUSPENSION, {"stages": 2, "shards": 2}, tied=False),
+    Combination("one worker, offload, join", JOIN, {"offload_optimizer": True}),
+    Combination("one worker, zero 3, suspension", SUSPENSION, {"zero_stage": 3}),
+    Combination(
+        "several updates a batch, stages 2, shards 2", JOIN, {"stages": 2, "shards": 2, "updates_per_batch": 5}
+    ),
+]
+
+
+async def feed_one_by_one(cells: Cells, groups: list[int]) -> None:
+    """So that whoever waits gets something."""
+    for group in groups:
+        await cells.feed(group)
+
+
+async def alone(cells: Cells, update: int) -> dict:
+    await cells.feeder.call("begin", update=update, groups=6)
+    core = cells.train(update, 0, 0, [0, 1])
+    await cells.feed(*groups_of(update))
+    return await core
+
+
+async def join(cells: Cells, update: int) -> dict:
+    """The satellite joins while the core computes."""
+    await cells.feeder.call("begin", update=update, groups=6)
+    await cells.feed(*groups_of(update)[:2])
+    core, satellite = cells.train(update, 0, 0, [0, 1]), cells.train(update, 1, 1, [0, 1])
+    await cells.seen(type="joined", update=update)
+    await feed_one_by_one(cells, groups_of(update)[2:])
+    assert (await satellite)["how"] == "done"
+    return await core
+
+
+async def suspension(cells: Cells, update: int) -> dict:
+    """Both give the device memory back in the middle; the core goes on with the sum of both."""
+    await cells.feeder.call("begin", update=update, groups=6)
+    parts = [cells.train(update, rank, rank, [0, 1]) for rank in (0, 1)]
+    await cells.seen(type="joined", update=update)
+    await feed_one_by_one(cells, groups_of(update)[:4])
+    await idle(cells, update, 4)
+    await cells.feeder.call("suspend", update=update)
+    assert [part["how"] for part in await asyncio.gather(*parts)] == ["suspended"] * 2
+    for rank in (0, 1):
+        await cells.trainers[rank].call("park")
+    await cells.feeder.call("resume", update=update)
+    core = cells.train(update, 0, 0, [0, 1])
+    await cells.feed(*groups_of(update)[4:])
+    return await core
+
+
+async def death(cells: Cells, update: int) -> dict:
+    """The satellite dies with what it has claimed and computed, and is back for the next update."""
+    await cells.feeder.call("begin", update=update, groups=6)
+    core, satellite = cells.train(update, 0, 0, [0, 1]), cells.train(update, 1, 1, [0, 1])
+    await cells.seen(type="joined", update=update)
+    async with frozen(cells, 0):
+        await cells.feed(*groups_of(update)[:4])
+        await cells.seen(type="progress", update=update, **{"from": 1})
+        os.kill(cells.trainers[1].pid, signal.SIGKILL)
+        with pytest.raises(ChildFailed):
+            await satellite
+        gone = await cells.feeder.call("bar", rank=1, incarnation=cells.incarnations[1])
+        assert gone["returned"][str(update)]
+    await cells.feed(*groups_of(update)[4:])
+    answer = await core
+    assert working(answer) == {"0"}
+    await cells.spawn(1)
+    cells.generation += 1
+    await cells.build_groups([0, 1])
+    return answer
+
+
+HAPPENINGS = {"alone": alone, "join": join, "suspension": suspension, "death": death}
+
+
+async def five_updates(cells: Cells, compared: Compared, happenings: list[str]) -> None:
+    await asyncio.gather(*(cells.spawn(rank) for rank in (0, 1)))
+    assert compared.reference.distance(cells.weights_of(0)) == 0
+    await cells.build_groups([0, 1])
+    helped = 0
+    for update, what in enumerate(happenings, 1):
+        answer = await HAPPENINGS[what](cells, update)
+        compared.check(update, groups_of(update), answer, working(answer))
+        helped += answer["micro_steps"].get("1", 0)
+    assert helped, "the satellite computed nothing in five updates"
+
+
+def selection() -> list:
+    return [pytest.param(each, id=each.name, marks=[] if each.short else [pytest.mark.full]) for each in COMBINATIONS]
+
+
+@pytest.mark.parametrize("combination", selection())
+def test_the_update_is_that_of_one_process(tmp_path, nest, combination):
+    model = make_model(tmp_path / "model", tied=combination.tied)
+    config = make_config(micro_tokens=64, **combination.train)
+
+    async def scenario() -> None:
+        async with Cells(tmp_path / "run", model, config, nest=nest) as cells:
+            compared = Compared(cells, Reference(model, config))
+            await five_updates(cells, compared, combination.happenings.split())
+            print(f"{combination.name}: weights {max(compared.distances.values()):.1e}", end=", ")
+            print(f"gradient norm {max(compared.norms.values()):.1e}")
+
+    try:
+        asyncio.run(scenario())
+    except BaseException:
+        for log in sorted((tmp_path / "run").glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-4000:]}")
+        raise
