@@ -9,8 +9,8 @@ import pytest
 from gyre.run_dir import RunDir
 from gyre.training.objectives import Objective
 from gyre.training.rows import rows_of, weighted
-from tests.training.cells import make_sample
 from tests.training.cells import make_config as configured
+from tests.training.cells import make_sample
 
 
 def make_config(**train):
