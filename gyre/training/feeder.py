@@ -6,7 +6,8 @@ What it knows is `gyre.training.supply`; this is the shell around it: operations
 directory, and an HTTP interface for trainers. Operations:
 
 start(secret, address, port=0, trained=[groups trained by earlier attempts' commits]) -> {"url"}
-feed(group, executions)              a ready group, in the order of training; -> {"rows", "tokens", "reward"}
+feed(group, executions)              a ready group, in the order of training; -> {"rows", "tokens", "reward"} and
+                                     "refused": samples over the limit, which are left out
 drop(group)                          -> {"dropped"}: false where it is taken already
 begin(update, groups) ; suspend(update) ; resume(update) ; close_short(update, groups?) -> {"groups"}
 bar(rank, incarnation)               -> {"returned": {update: micro-steps}}
@@ -15,6 +16,7 @@ stop()                               stop serving
 
 Events: {"type": "taken", "group", "update"}
         {"type": "stream", "update", "published", "claimed", "finished", "taken", "untaken", "dry"}
+        {"type": "refused", "group", "execution", "tokens", "limit"}: a sample over the limit, which is left out
         {"type": "barred", "rank", "incarnation", "update", "reason"}: by the core, since it went silent
 
 HTTP, all POST with JSON bodies and `Authorization: Bearer <secret>`: /claim, /settle, /bar, /barred
@@ -28,55 +30,25 @@ import asyncio
 import contextlib
 import functools
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 
 from gyre import config as configuration
 from gyre.child import AsyncEndpoint
 from gyre.config import Config
 from gyre.errors import GyreError
-from gyre.run_dir import RunDir, read_json
+from gyre.run_dir import RunDir
 from gyre.training.packing import Row, encode_all
+from gyre.training.requests import BarredRequest, BarRequest, ClaimRequest, SettleRequest
+from gyre.training.rows import rows_of
 from gyre.training.supply import Supply
 
 log = logging.getLogger(__name__)
 
 _HOLD_SECONDS = 1.0
 _LIMIT = 64 << 20
-
-
-def rows_of(run_dir: RunDir, config: Config, group: int, executions: list[int]) -> tuple[list[Row], list[float]]:
-    """Samples of a group with their advantages, and the scores they come from; blocking.
-
-    Executions without a score are left out. With `train.advantages: shuffled` the advantages change places within the
-    group, by seed and group alone: what is rewarded then has nothing to do with what was done. With `ones` every token
-    is trained on, as a self-test needs it. A group in which every advantage is 0 has no rows.
-    """
-    from gyre.trajectories.advantages import group_relative
-    from gyre.trajectories.sampling import samples
-
-    outcomes = {n: read_json(run_dir.outcome(n)) or {} for n in executions}
-    scored = [n for n in executions if outcomes[n].get("score") is not None]
-    scores = [float(outcomes[n]["score"]) for n in scored]
-    advantages = list(group_relative(scores)) if scores else []
-    if config.train.advantages == "ones":
-        advantages = [1.0] * len(scores)
-    if config.train.advantages == "shuffled":
-        order = np.random.default_rng([config.seed, group]).permutation(len(advantages))
-        advantages = [advantages[i] for i in order]
-    if not any(advantages):
-        return [], scores
-    rows = []
-    for n, advantage in zip(scored, advantages, strict=True):
-        for sample in samples(run_dir, n):
-            if sample.trained.any():
-                sample.check()  # invariant 12
-                rows.append(Row(replace(sample, group=group), advantage))
-    return rows, scores
 
 
 class Feeder:
@@ -87,6 +59,7 @@ class Feeder:
         self._config = config
         self._endpoint = endpoint
         self._supply = Supply(config.train.micro_tokens)
+        self._limit = config.train.sample_limit or config.model.max_context  # tokens of a sample
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._authorization = ""
@@ -98,13 +71,13 @@ class Feeder:
         self._authorization = f"Bearer {secret}"
         self._supply = Supply(self._config.train.micro_tokens, trained or [])
         app = web.Application(client_max_size=_LIMIT)
-        for path, handler in (
-            ("/claim", self._claim),
-            ("/settle", self._settle),
-            ("/bar", self._bar_request),
-            ("/barred", self._barred),
+        for path, kind, handler in (
+            ("/claim", ClaimRequest, self._claim),
+            ("/settle", SettleRequest, self._settle),
+            ("/bar", BarRequest, self._bar_request),
+            ("/barred", BarredRequest, self._barred),
         ):
-            app.router.add_post(path, functools.partial(self._guarded, handler))
+            app.router.add_post(path, functools.partial(self._guarded, kind, handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, address, port)
@@ -127,10 +100,29 @@ class Feeder:
         finally:
             self._wake()
         self._rewards[group] = scores
-        self._supply.fill(group, rows)
+        kept = [row for row in rows if len(row.sample) <= self._limit]
+        for row in rows:
+            if len(row.sample) > self._limit:
+                self._refuse(group, row)
+        self._supply.fill(group, kept)
         self._wake()
-        tokens = sum(len(row.sample) for row in rows)
-        return {"rows": len(rows), "tokens": tokens, "reward": sum(scores) / len(scores) if scores else 0.0}
+        tokens = sum(len(row.sample) for row in kept)
+        reward = sum(scores) / len(scores) if scores else 0.0
+        return {"rows": len(kept), "refused": len(rows) - len(kept), "tokens": tokens, "reward": reward}
+
+    def _refuse(self, group: int, row: Row) -> None:
+        """Leave a sample out that is over the limit.
+
+        The others keep their advantages and weights: they were scored against it all the same, and each of their
+        tokens counts as it would beside it. A group of which nothing is left is one that has nothing to teach.
+        """
+        execution, tokens = row.sample.execution, len(row.sample)
+        log.warning(
+            "group %d: a sample of execution %d has %d tokens, more than train.sample_limit (%d): it is left out",
+            group, execution, tokens, self._limit,
+        )  # fmt: skip
+        refused = {"group": group, "execution": execution, "tokens": tokens, "limit": self._limit}
+        self._endpoint.emit({"type": "refused", **refused})
 
     async def drop(self, group: int) -> dict[str, Any]:
         """Forget an untaken group."""
@@ -192,27 +184,32 @@ class Feeder:
         )
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
-    async def _guarded(self, handler: Any, request: web.Request) -> web.Response:
+    async def _guarded(self, kind: Any, handler: Any, request: web.Request) -> web.Response:
+        """Let `handler` answer what `kind` reads from the body, and map its errors to what clients know."""
         if request.headers.get("Authorization") != self._authorization:
             return web.Response(status=401)
         try:
-            return await handler(await request.json(), request)
+            asked = kind.of(await request.json())
+        except ValueError as error:  # it is no JSON, or Malformed
+            log.error("%s: a malformed request: %s", request.path, error)
+            return web.Response(status=400, text=str(error))
+        try:
+            return await handler(asked, request)
         except GyreError as error:
             log.error("%s: %s", request.path, error)
             return web.Response(status=409, text=f"{type(error).__name__}: {error}")
 
-    async def _claim(self, body: dict[str, Any], request: web.Request) -> web.Response:
-        update, member, finished = body["update"], (body["rank"], body["incarnation"]), body["finished"]
-        holding, want = set(body["holding"]), body["want"]
-        deadline = asyncio.get_running_loop().time() + (_HOLD_SECONDS if body["wait"] else 0.0)
+    async def _claim(self, asked: ClaimRequest, request: web.Request) -> web.Response:
+        deadline = asyncio.get_running_loop().time() + (_HOLD_SECONDS if asked.wait else 0.0)
+        finished = asked.finished
         while True:
             changed = self._changed
-            claim = self._supply.claim(update, member, finished, holding, want)
+            claim = self._supply.claim(asked.update, asked.member, finished, asked.holding, asked.want)
             for group in claim.taken:
-                self._endpoint.emit({"type": "taken", "group": group, "update": update})
+                self._endpoint.emit({"type": "taken", "group": group, "update": asked.update})
             if claim.steps or finished:
-                self._tell(update)
-            finished = []
+                self._tell(asked.update)
+            finished = ()
             left = deadline - asyncio.get_running_loop().time()
             if claim.answer != "wait" or left <= 0:
                 break
@@ -225,24 +222,24 @@ class Feeder:
             return web.Response(status=204, headers=headers)
         return web.Response(body=encode_all(claim.steps), content_type="application/octet-stream", headers=headers)
 
-    async def _settle(self, body: dict[str, Any], request: web.Request) -> web.Response:
-        update = body["update"]
-        ledgers = {(rank, incarnation): ids for rank, incarnation, ids in body["ledgers"]}
-        fault = self._supply.settle(update, ledgers, tuple(body["core"]), body["final"])
+    async def _settle(self, asked: SettleRequest, request: web.Request) -> web.Response:
+        fault = self._supply.settle(asked.update, asked.ledgers, asked.core, asked.final)
         if fault is not None:
             return web.json_response({"ok": False, "fault": fault})
-        stream = self._supply.stream(update)
+        stream = self._supply.stream(asked.update)
         rewards = [score for group in stream.taken for score in self._rewards.get(group, [])]
         numbers = stream.numbers() | ({"reward": sum(rewards) / len(rewards)} if rewards else {})
         return web.json_response({"ok": True, "numbers": numbers})
 
-    async def _bar_request(self, body: dict[str, Any], request: web.Request) -> web.Response:
-        await self.bar(body["rank"], body["incarnation"])
-        self._endpoint.emit({"type": "barred", **body})
+    async def _bar_request(self, asked: BarRequest, request: web.Request) -> web.Response:
+        rank, incarnation = asked.member
+        await self.bar(rank, incarnation)
+        barred = {"update": asked.update, "rank": rank, "incarnation": incarnation, "reason": asked.reason}
+        self._endpoint.emit({"type": "barred", **barred})
         return web.json_response({"ok": True})
 
-    async def _barred(self, body: dict[str, Any], request: web.Request) -> web.Response:
-        barred = self._supply.stream(body["update"]).leases.barred
+    async def _barred(self, asked: BarredRequest, request: web.Request) -> web.Response:
+        barred = self._supply.stream(asked.update).leases.barred
         return web.json_response({"barred": sorted(barred)})
 
 
