@@ -54,7 +54,7 @@ def test_verdicts(changes: dict, dtype: str, faults: list[str], hint: str) -> No
 
 def test_limits_are_above_what_was_measured_of_sound_pairs_and_below_what_another_type_makes() -> None:
     assert 5e-5 < LIMITS["float32"].most and 0.36 < LIMITS["bfloat16"].most
-    assert 0.010 < LIMITS["bfloat16"].mean < 0.05
+    assert 0.012 < LIMITS["bfloat16"].mean < 0.05
     assert 10 * LIMITS["float32"].mean < 0.006 and 10 * LIMITS["float32"].most < 0.16
 
 

@@ -1,5 +1,7 @@
 """Killed at its worst moments, a run goes on from its last commit: nothing closed is lost, nothing trained on twice."""
 
+import json
+
 import pytest
 
 from tests.whole.support import Run, tiny
@@ -66,6 +68,8 @@ def test_killed_in_rollout_in_an_update_and_in_a_commit(place, tmp_path):
     summary = run.summary
     assert summary["updates"] == summary["policy_version"] == UPDATES
     assert summary["requests"]["lost"] == 0
+    lines = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, UPDATES + 1)), "an update that was lost counts once"
     groups = run.trained_groups()
     assert len(groups) == len(set(groups)) == 4 * UPDATES
     assert run.dir.commits() == [1, 2, 3, 4, 5]
