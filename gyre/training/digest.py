@@ -10,6 +10,7 @@ wants two sums to agree.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,16 @@ def hashed(sums: torch.Tensor) -> str:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor on the CPU as a tensor; its memory, not a copy, wherever it begins."""
-    if not tensor.numel():
+    """The bytes of a contiguous tensor on the CPU: its memory, wherever it begins, while the tensor has it.
+
+    It has a storage of its own: words may be looked at from any byte on, which a view of a larger storage does not
+    allow; and the tensor's storage can still be resized, which it cannot be once numpy has seen it.
+    """
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("only contiguous memory of the CPU can be looked at as bytes")
+    if not (size := tensor.numel() * tensor.element_size()):
         return torch.empty(0, dtype=torch.uint8)
-    # a new storage: words may be looked at from any byte on, which a view of a larger storage does not allow
-    return torch.frombuffer(tensor.detach().view(-1).view(torch.uint8).numpy().data, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
 def digest_of(data: bytes) -> str:

@@ -12,15 +12,14 @@ import torch
 
 from gyre.checksum import checksum as checksum_of
 from gyre.config import TrainConfig
-from gyre.errors import WeightsMismatch
 from gyre.training.batch import Batch
 from gyre.training.gradients import Accumulators, Flat
 from gyre.training.loss import micro_step_loss
 from gyre.training.objectives import Objective
 from gyre.training.packing import MicroStep
+from gyre.training.pulling import Source
 from gyre.training.scorer import Scorer
 from gyre.training.slots import Spec
-from gyre.training.snapshots import Pulled
 from gyre.training.statistics import Statistics
 
 _WORTH_TRIMMING_SECONDS = 0.2
@@ -116,27 +115,19 @@ class SatelliteModel(CellModel):
         self.accumulators.hook()
         self._checked = False
 
-    def load(self, pulled: Pulled) -> None:
-        """Take the weights of a snapshot and verify them.
+    def load(self, source: Source) -> None:
+        """Take the weights of a snapshot, each verified as it is copied.
 
         Raises:
             WeightsMismatch: they are not the weights that were announced, or not of this model.
         """
         self.snapshot = -1
         self._weights.restore()
-        own = dict(self.named())
-        for name, tensor in pulled.tensors():
-            if name not in own or own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-                raise WeightsMismatch(f"snapshot {pulled.snapshot} does not fit the model: {name}")
-            own.pop(name).copy_(tensor)
-        if own:
-            raise WeightsMismatch(f"snapshot {pulled.snapshot} lacks {sorted(own)[0]}")
-        if (found := self.checksum()) != pulled.checksum:
-            raise WeightsMismatch(f"snapshot {pulled.snapshot}: checksum {found}, announced {pulled.checksum}")
+        source.copy_into(dict(self.named()))
         if not self._checked:
             self.scorer.check()
             self._checked = True
-        self.snapshot = pulled.snapshot
+        self.snapshot = source.snapshot
 
     def compute(self, step: MicroStep) -> Statistics:
         """Add one micro-step's gradient sum to the accumulators."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ _PAGE = 4096
 _Thing, _Out = TypeVar("_Thing"), TypeVar("_Out")
 
 
-def find(store: Store, snapshot: int, timeout: float) -> Announcement:
+def _find(store: Store, snapshot: int, timeout: float) -> Announcement:
     """What was announced of a snapshot.
 
     Raises:
@@ -40,7 +39,7 @@ def find(store: Store, snapshot: int, timeout: float) -> Announcement:
     word = store.wait(f"snapshot/{snapshot}", timeout)
     if word is None:
         raise WeightsMismatch(f"snapshot {snapshot} was not announced within {timeout:g} s")
-    return Announcement(**json.loads(word))
+    return Announcement.decode(word)
 
 
 class Source:
@@ -177,14 +176,19 @@ class Pulled(Source):
         return mapped(self._file.descriptor)
 
 
-def reach(store: Store, snapshot: int, secret: str, address: str, timeout: float = 120.0) -> Source:
-    """A snapshot to copy from: in shared memory where the core is on this host (`address`), else over a socket.
+def reach(word: str, secret: str, address: str, file: Path | str | None = None, timeout: float = 120.0) -> Source:
+    """A snapshot to copy from, of the `word` that announced it: its `file` where somebody here has pulled it, the slot
+    where the core is on this host (`address`), else the weight server.
 
     Raises:
-        WeightsMismatch: it was not announced in time, has been recycled, or is not what was announced.
+        WeightsMismatch: it has been recycled, or is not what was announced.
     """
-    announcement = find(store, snapshot, timeout)
-    return _closing(_transport(announcement, secret, address, timeout), lambda way: Source(announcement, way))
+    announcement = Announcement.decode(word)
+    if file is not None:
+        way: Transport = Shared(os.open(file, os.O_RDONLY))
+    else:
+        way = _transport(announcement, secret, address, timeout)
+    return _closing(way, lambda way: Source(announcement, way))
 
 
 def pull(
@@ -204,7 +208,7 @@ def pull(
     Raises:
         WeightsMismatch: it was not announced in time, has been recycled, or is not what was announced.
     """
-    announcement = find(store, snapshot, timeout)
+    announcement = _find(store, snapshot, timeout)
     transport = _transport(announcement, secret, address, timeout)
     if isinstance(transport, Shared):
         pulled = _closing(transport, lambda slot: Pulled(announcement, slot, Path(announcement.path), copied=False))

@@ -61,6 +61,11 @@ class Announcement:
         """As the store's JSON word."""
         return json.dumps(asdict(self))
 
+    @classmethod
+    def decode(cls, word: str) -> Announcement:
+        """Of the store's JSON word."""
+        return cls(**json.loads(word))
+
 
 # -- names and clean-up ------------------------------------------------------------------------------------------------
 def shared_prefix(run_dir: Path | str, attempt: int | None = None) -> str:

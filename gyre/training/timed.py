@@ -18,12 +18,12 @@ from safetensors import safe_open
 from gyre.checksum import checksum as checksum_of
 from gyre.config import Config
 from gyre.config_train import TimedTrainConfig
-from gyre.errors import InvariantBroken, UserError, WeightsMismatch
+from gyre.errors import InvariantBroken, UserError
 from gyre.training.gradients import Accumulators, norm_of
 from gyre.training.model import DTYPES, held
 from gyre.training.packing import MicroStep
+from gyre.training.pulling import Source
 from gyre.training.slots import Spec
-from gyre.training.snapshots import Pulled
 from gyre.training.statistics import Statistics
 
 _STATE = "state.pt"
@@ -92,20 +92,16 @@ class TimedSatellite(TimedModel):
         super().__init__(read(directory, DTYPES[config.model.dtype]), config)
         self.park()
 
-    def load(self, pulled: Pulled) -> None:
-        """Take the weights of a snapshot and verify them.
+    def load(self, source: Source) -> None:
+        """Take the weights of a snapshot, each verified as it is copied.
 
         Raises:
             WeightsMismatch: they are not the weights that were announced, or not of this model.
         """
         self.snapshot = -1
-        self._weights = {name: tensor.clone() for name, tensor in pulled.tensors()}
-        got = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights.items()}
-        if got != {spec.name: (spec.dtype, spec.shape) for spec in self.specs}:
-            raise WeightsMismatch(f"snapshot {pulled.snapshot} does not fit the model")
-        if (found := self.checksum()) != pulled.checksum:
-            raise WeightsMismatch(f"snapshot {pulled.snapshot}: checksum {found}, announced {pulled.checksum}")
-        self.snapshot = pulled.snapshot
+        self._weights = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in self.specs}
+        source.copy_into(self._weights)
+        self.snapshot = source.snapshot
 
     def park(self) -> None:
         """Give weights and accumulators back."""

@@ -12,12 +12,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from gyre import config as configuration
 from gyre.checksum import sums
@@ -29,6 +27,7 @@ from gyre.training.core import CoreModel, begin_world
 from gyre.training.gradients import Groups, reduce_to_root
 from gyre.training.model import DTYPES, SatelliteModel, trim_heap
 from gyre.training.packing import MicroStep
+from gyre.training.pulling import reach
 from gyre.training.slots import fill
 from gyre.training.timed import TimedCore, TimedSatellite
 
@@ -60,6 +59,7 @@ class Worker:
         self.number, self.rank = number, start.rank
         self.stage, self.shard = divmod(number, self.config.shards)
         self._core = start.rank == 0
+        self._address = start.address
         self._device = torch.device("cuda", number) if self.config.cells.gpus else torch.device("cpu")
         self._update = 0
         self._total: torch.Tensor | None = None  # of the last reduce, at the core
@@ -90,15 +90,14 @@ class Worker:
         """The checksum's sums of its weights."""
         return {"sums": {group: list(pair) for group, pair in sums(self.model.named()).items()}}
 
-    def load(self, path: str, snapshot: int, checksum: str) -> None:
-        """Take its weights out of a snapshot's file; the lead compares their checksum.
+    def load(self, word: str, secret: str, file: str | None = None) -> None:
+        """Take its weights out of the snapshot that `word` announced, or out of a pulled file of it, verified.
 
         Raises:
-            WeightsMismatch: they do not fit the model.
+            WeightsMismatch: they do not fit the model, or are not what was announced.
         """
-        with safe_open(path, "pt") as opened:
-            tensors = [(name, opened.get_tensor(name)) for name in opened.keys()]
-            self.model.load(SimpleNamespace(tensors=lambda: tensors, snapshot=snapshot, checksum=checksum))
+        with reach(word, secret, self._address, file) as source:
+            self.model.load(source)
 
     def fill(self, path: str) -> dict[str, Any]:
         """Write its weights into a slot; one shard of each stage does, and the others help it where it needs them."""
@@ -106,7 +105,7 @@ class Worker:
             return asdict(fill(path, self.model.named()))
         for _ in self.model.named():
             pass
-        return {"sums": {}, "names": []}
+        return {"sums": {}, "digests": {}}
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def wake(self) -> None:
