@@ -22,22 +22,27 @@ from gyre.training.scorer import Scorer
 from gyre.training.slots import Spec
 from gyre.training.statistics import Statistics
 
-_WORTH_TRIMMING_SECONDS = 0.2
+_TRIM_SECONDS = 20.0
+_trimmed_at = 0.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def trim_heap() -> None:
     """Have the C library give freed memory back to the system."""
+    global _trimmed_at
+    _trimmed_at = time.monotonic()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def trimmed() -> Iterator[None]:
-    """Trim the heap after heavy work: activations of ever other shapes would leave it full of holes."""
-    begun = time.monotonic()
+    """Trim the heap after heavy work: activations of ever other shapes would leave it full of holes.
+
+    Only now and then: what comes back page by page would cost a small model a third of its time.
+    """
     yield
-    if time.monotonic() - begun > _WORTH_TRIMMING_SECONDS:
+    if time.monotonic() - _trimmed_at > _TRIM_SECONDS:
         trim_heap()
 
 

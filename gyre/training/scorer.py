@@ -34,10 +34,11 @@ class _Chosen(torch.autograd.Function):
         norm, chosen, entropy = (torch.empty_like(temperatures) for _ in range(3))
         for begin in range(0, len(logits), rows):
             part = slice(begin, begin + rows)
-            scaled = logits[part].float() / temperatures[part, None]
-            norm[part] = torch.logsumexp(scaled, -1)
-            chosen[part] = scaled.gather(-1, targets[part, None])[:, 0] - norm[part]
-            entropy[part] = norm[part] - (torch.exp(scaled - norm[part, None]) * scaled).sum(-1)
+            own = logits[part].float() / temperatures[part, None]
+            norm[part] = torch.logsumexp(own, -1)
+            own.sub_(norm[part, None])
+            chosen[part] = own.gather(-1, targets[part, None])[:, 0]
+            entropy[part] = -own.exp().mul_(own).sum(-1)
         ctx.save_for_backward(logits, targets, temperatures, norm)
         ctx.mark_non_differentiable(entropy)
         return chosen, entropy
