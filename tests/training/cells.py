@@ -134,11 +134,15 @@ class Cells:
         return on_event
 
     async def seen(self, timeout: float = 30, **wanted) -> dict:
-        """Wait for an event with these fields."""
+        """Wait for an event with these fields; a function says which values of a field are meant."""
+
+        def meant(found, value) -> bool:
+            return bool(found is not None and value(found)) if callable(value) else found == value
+
         async with asyncio.timeout(timeout):
             while True:
                 for event in self.events:
-                    if all(event.get(key) == value for key, value in wanted.items()):
+                    if all(meant(event.get(key), value) for key, value in wanted.items()):
                         return event
                 self._event.clear()
                 await self._event.wait()

@@ -36,7 +36,7 @@ async def update_with_a_death(cells: Cells, where: str) -> tuple[dict, float]:
     else:
         async with frozen(cells, 0, SURVIVOR):  # so that the victim gets something
             await cells.feed(*groups_of(1)[:2])
-            await cells.seen(type="stream", update=1, claimed=2)
+            await cells.seen(type="stream", update=1, claimed=bool)
         await cells.feed(*groups_of(1)[2:])
     with pytest.raises(ChildFailed):
         await victim
@@ -60,7 +60,7 @@ async def next_update(cells: Cells) -> dict:
     await cells.seen(type="joined", update=2)
     async with frozen(cells, 0):
         await cells.feed(*groups_of(2)[:2])
-        await cells.seen(type="stream", update=2, claimed=2)
+        await cells.seen(type="stream", update=2, claimed=bool)
     await cells.feed(*groups_of(2)[2:])
     assert (await back)["how"] == "done"
     return await core
