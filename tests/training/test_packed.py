@@ -116,6 +116,48 @@ def test_a_window_is_of_so_many_tokens():
     assert seen == list(range(20 - WINDOW, 20))
 
 
+def documented_varlen(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
+    """What torch's documentation says of its variable-length attention, by a mask over everything."""
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and longest == int(starts.diff().max())
+    place = torch.arange(len(query))
+    sample = torch.searchsorted(starts.long(), place, right=True)
+    ahead = place[None] - place[:, None]
+    left, right = window_size
+    seen = (sample[:, None] == sample) & (ahead <= right) & ((left < 0) | (-ahead <= left))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    weights = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", weights.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_variable_length_attention_is_asked_for_the_same(monkeypatch, window):
+    """It runs on GPUs alone; here its documentation does in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_varlen)
+    starts = Batch.of(step_of(LENGTHS["mixed"]), "cpu").starts
+    query, key, value = (torch.randn(1, heads, int(starts[-1]), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    told = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": starts, "max_length_q": max(LENGTHS["mixed"])}
+    one, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, **told)
+    other = attention._varlen(query, key, value, 0.3, window, starts, max(LENGTHS["mixed"]))
+    assert torch.allclose(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_on_a_gpu(kind):
+    """In half precision, packed by variable-length attention: as near to float32 as each sample alone is."""
+    batch = Batch.of(step_of(LENGTHS["mixed"]), "cuda")
+    model = make(kind, **KINDS[kind]).cuda()
+    exact = gradients(model, alone(model, batch), batch)
+    low = make(kind, **KINDS[kind]).to("cuda", torch.bfloat16)
+    expected = distance({n: g.float() for n, g in gradients(low, alone(low, batch), batch).items()}, exact)
+    packed = Scorer(low)
+    packed.check()
+    assert not packed.apart
+    current, _ = packed(batch)
+    found = distance({n: g.float() for n, g in gradients(low, current, batch).items()}, exact)
+    assert found < 2 * expected < 0.5
+
+
 def test_logits_made_piece_by_piece_are_the_same(monkeypatch):
     model = make("Qwen3", **KINDS["Qwen3"])
     batch = Batch.of(step_of(LENGTHS["mixed"]), "cpu")
