@@ -1,5 +1,7 @@
 """A configuration is one YAML file and overrides, refused with one line or resolved for good."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from hypothesis import given
@@ -9,6 +11,7 @@ from pydantic import BaseModel
 from gyre.config import Config, build, dump, load
 from gyre.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
 MINIMAL = {
     "model": {"path": "gyre:tiny"},
     "tasks": {"path": "tasks.jsonl"},
@@ -173,6 +176,18 @@ def test_every_gpu_of_a_cell_has_a_worker(gpus, train, shards, workers, tmp_path
     assert (config.shards, config.workers) == (shards, workers)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert load(tmp_path / "config.yaml").workers == workers
+
+
+def test_the_example_for_a_cluster_takes_cells_of_eight_gpus():
+    """As its comments say; what is left away follows from the number of GPUs."""
+    for words, workers, shards in (
+        ([], 1, 1),
+        (["cells.gpus=8"], 8, 8),
+        (["cells.gpus=8", "train.stages=2"], 8, 4),
+        (["cells.gpus=8", "train.zero_stage=3"], 8, 8),
+    ):
+        config = load(ROOT / "configs/qwen3-8b.yaml", words)
+        assert (config.workers, config.shards) == (workers, shards)
 
 
 @pytest.mark.parametrize(
