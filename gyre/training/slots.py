@@ -324,9 +324,12 @@ class _Slot:
 
 
 class Slots:
-    """The core's slots. `protected(snapshot, next)` says that a snapshot must stay while `next` is written."""
+    """The core's slots. `protected(snapshot, next)` says that a snapshot must stay while `next` is written.
 
-    def __init__(self, prefix: str, count: int, protected: Callable[[int, int], bool], patience: float = 30.0) -> None:
+    A slot that a reader sits on for `patience` seconds is left to it: the core has a step to go on with.
+    """
+
+    def __init__(self, prefix: str, count: int, protected: Callable[[int, int], bool], patience: float = 2.0) -> None:
         self._prefix = prefix
         self._count = count
         self._protected = protected

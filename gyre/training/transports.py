@@ -140,12 +140,14 @@ class Socket:
                 got = self._socket.recvmsg_into(into[:_VIEWS], 0, socket.MSG_WAITALL)[0]
                 if not got:
                     raise ConnectionResetError("it closed the connection")
+            except (BlockingIOError, TimeoutError) as error:
+                self._drop()
+                raise WeightsMismatch(f"{self._name}: nothing came in {self._timeout:g} s, at byte {offset}") from error
             except OSError as error:
                 self._drop()
                 tries -= 1
                 if not tries:
-                    why = f"no data in {self._timeout:g} s" if isinstance(error, BlockingIOError) else error
-                    raise WeightsMismatch(f"{self._name}: {why}, at byte {offset}") from error
+                    raise WeightsMismatch(f"{self._name}: {error}, at byte {offset}") from error
                 time.sleep(_PAUSE_SECONDS)
                 continue
             tries = _TRIES
