@@ -87,12 +87,19 @@ class _Own:
 
 
 _OWN = {
+    # "DeepSeekMath", arXiv 2402.03300, equations 3 (the loss) and 4 (the divergence from a reference)
     "grpo": _Own(),
+    # "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, equation 8
     "dapo": _Own(high=0.28, averaging="token"),
+    # "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783, section 3.2
     "dr_grpo": _Own(divisor="none", averaging="constant"),
+    # "Group Sequence Policy Optimization", arXiv 2507.18071, equations 5 and 7, bounds of section 5.1
     "gspo": _Own(ratio="sample", low=3e-4, high=4e-4),
+    # "MiniMax-M1", arXiv 2506.13585, section 3.1: a weight clip(r) with stopped gradient, and no lower bound
     "cispo": _Own(form="weighted", low=None, high=None, averaging="token"),
+    # "Back to Basics: Revisiting REINFORCE Style Optimization", arXiv 2402.14740: the gradient of log p, no clipping
     "rloo": _Own(form="weighted", low=None, high=None, baseline="others", divisor="none", averaging="token"),
+    # "REINFORCE++: Stabilizing Critic-Free Policy Optimization", arXiv 2501.03262, the variant with a group baseline
     "reinforce++": _Own(divisor="update"),
 }
 

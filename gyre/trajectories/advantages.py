@@ -43,7 +43,7 @@ def leave_one_out(scores: Sequence[float | None]) -> list[float]:
     """score - mean of the others' scores within the group.
 
     "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs", arXiv
-    2402.14740, equation 8 (RLOO).
+    2402.14740, the estimator that it calls RLOO.
     """
     known = _that_differ(scores)
     if not known:
