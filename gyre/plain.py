@@ -15,6 +15,7 @@ from typing import Any
 from gyre import figures, words
 from gyre.config import Config
 from gyre.metrics import RunMetrics
+from gyre.selftest import doubt
 from gyre.status import RunStatus
 
 EventData = dict[str, Any]
@@ -96,6 +97,8 @@ class PlainReporter:
                 self._roles[event["rank"]] = event["state"]
         elif kind == "update_done":
             self._updates.append(event)
+            if text := doubt(self._config, event["update"], event.get("metrics", {})):
+                self._troubles.setdefault("doubt", []).append(text)
         elif kind == "policy_published":
             self._policies.append(event["version"])
         elif kind == "quota_published" and event["reason"] == "burst":

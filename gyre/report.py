@@ -16,6 +16,7 @@ from gyre import figures, words
 from gyre.config import load
 from gyre.metrics import RunMetrics
 from gyre.run_dir import RunDir, read_events, read_json, write_atomic
+from gyre.selftest import doubt
 
 
 def summarise(run: RunDir) -> dict[str, Any]:
@@ -60,8 +61,11 @@ def report(run_dir: Path | str, width: int = 100, colour: bool = False) -> str:
 
 def table(run: RunDir, summary: dict[str, Any]) -> Group:
     """The summary as rich renders it."""
-    rows = _updates(summary)
-    return Group(_headline(summary), *rows, _totals(summary), Text(f"Everything is in {run.path}", "dim"))
+    config = load(run.config)
+    doubts = [text for row in summary["per_update"] if (text := doubt(config, row["update"], row["metrics"]))]
+    warnings = [Text(text, "bold yellow") for text in doubts[:1]]
+    rest = [_totals(summary), *warnings, Text(f"Everything is in {run.path}", "dim")]
+    return Group(_headline(summary), *_updates(summary), *rest)
 
 
 def _headline(summary: dict[str, Any]) -> Text:

@@ -171,6 +171,21 @@ def _causes(measured: Measured, limits: Limits, dtype: str) -> list[str]:
     return [sampling, kind, positions, weights]
 
 
+def doubt(config: Config, update: int, metrics: Mapping[str, float]) -> str | None:
+    """What is to be said of an ordinary update whose engine and trainer cannot have computed alike; mostly None.
+
+    Only the first update of a batch without a stale token tells: elsewhere weights moved in between, as they should.
+    """
+    first = (update - 1) % config.train.updates_per_batch == 0
+    mean, limit = metrics.get("mismatch_mean"), LIMITS[config.model.dtype].mean
+    if not first or metrics.get("staleness_max", 1) > 0 or mean is None or mean <= limit:  # no number is more
+        return None
+    return (
+        f"update {update}: log-probabilities of engine and trainer differ by {significant(mean)} on average, more than "
+        f"{limit:g}; see launch.py selftest"
+    )
+
+
 def _checksum(value: str | None) -> str:
     return (value or "unknown")[:16]
 

@@ -11,6 +11,8 @@ from gyre import selftest
 from gyre.config import load
 from gyre.errors import UserError
 from gyre.launch import selftest as shell
+from gyre.plain import PlainReporter
+from gyre.report import report
 from gyre.run_dir import RunDir
 from gyre.selftest import LIMITS, Measured, judge
 from tests.fake_run import Script, make_config, write_run
@@ -101,6 +103,34 @@ def test_without_a_policy_there_is_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="engine.kind timed with train.kind timed computes none"):
         shell.run(str(path), [], "local", None, lambda run, config: 0)
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    "update, metrics, said",
+    [
+        (1, {"mismatch_mean": 0.11, "staleness_max": 0}, True),
+        (3, {"mismatch_mean": float("nan"), "staleness_max": 0}, True),
+        (1, {"mismatch_mean": 0.012, "staleness_max": 0}, False),
+        (1, {"mismatch_mean": 0.11, "staleness_max": 1}, False),  # the policy has moved on since
+        (2, {"mismatch_mean": 0.11, "staleness_max": 0}, False),  # and so has it within a batch
+        (1, {"mismatch_mean": 0.11}, False),
+        (1, {"staleness_max": 0}, False),
+        (1, {}, False),
+    ],
+)
+def test_an_ordinary_run_says_where_engine_and_trainer_cannot_agree(tmp_path, update, metrics, said) -> None:
+    config = make_config(train__updates_per_batch=2)
+    assert (selftest.doubt(config, update, metrics) is not None) is said
+    script, lines = Script(), []
+    script.start()
+    script.update(update, [0], (), metrics={"loss": 0.0, **metrics})
+    reporter = PlainReporter(config, lines.append, lambda: script.t)
+    for event in script.events:
+        reporter.on_event(event)
+    reporter.flush()
+    words = "differ by"
+    assert any(words in line for line in lines) is said
+    assert (words in report(write_run(tmp_path, config, script.events, None).path)) is said
 
 
 @pytest.mark.parametrize("mean, passed", [(3e-6, True), (3e-2, False)])
