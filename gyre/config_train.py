@@ -14,9 +14,9 @@ class TimedTrainConfig(Section):
 
     seconds_per_micro_step: float = Field(0.0, ge=0, le=600, description="Seconds for each micro-step.")
     seconds_per_row: float = Field(
-        0.0, ge=0, le=600, description="Seconds for each row in it; an execution with one conversation is one row."
+        0.0, ge=0, le=600, description="Seconds for each sample in it; an execution with one conversation is one."
     )
-    seconds_per_token: float = Field(0.0, ge=0, le=1, description="Seconds for each token in it, padding included.")
+    seconds_per_token: float = Field(0.0, ge=0, le=1, description="Seconds for each token in it.")
 
 
 class ScheduleConfig(Section):
