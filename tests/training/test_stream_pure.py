@@ -1,11 +1,7 @@
-"""Micro-steps count exactly once, whatever members do: random histories against the pure half of the feeder."""
-
-import random
+"""What the pure half of the feeder does with groups, claims and ledgers, and the layout of micro-steps."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gyre.errors import InvariantBroken, StreamConflict
 from gyre.training.ledger import Leases
@@ -26,106 +22,6 @@ def supply_with(*groups: int, budget: int = 96) -> Supply:
         supply.reserve(group)
         supply.fill(group, rows_of(group))
     return supply
-
-
-def only(steps):
-    return steps[0] if steps else None
-
-
-def samples_of(step) -> list[bytes]:
-    return [part.tobytes() for part in np.split(step.tokens, step.starts[1:-1])]
-
-
-class Cell:
-    """A member whose gradient sum is the multiset of executions it has added up: integers, so nothing rounds."""
-
-    def __init__(self, member):
-        self.member = member
-        self.total: dict[int, int] = {}
-        self.ids: list[int] = []
-        self.working = None
-
-    def finish(self):
-        for key in samples_of(self.working):
-            self.total[key] = self.total.get(key, 0) + 1
-        self.ids.append(self.working.id)
-        self.working = None
-
-
-def merge(cells):
-    total: dict[int, int] = {}
-    for cell in cells:
-        for key, count in cell.total.items():
-            total[key] = total.get(key, 0) + count
-    return total
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(40, 200))
-def test_every_row_counts_once_through_joins_deaths_and_suspensions(seed, groups, budget):
-    chance = random.Random(seed)
-    supply = Supply(budget)
-    supply.begin(1, groups)
-    fed, cells, incarnations, suspended = 0, [Cell(CORE)], {0: 1}, False
-    for _ in range(2000):
-        action = chance.choices(["feed", "join", "claim", "finish", "die", "suspend", "lost"], [3, 1, 6, 6, 1, 1, 1])[0]
-        cell = chance.choice(cells)
-        if action == "feed" and fed < groups:
-            supply.reserve(fed)
-            supply.fill(fed, rows_of(fed) if chance.random() < 0.9 else [])
-            fed += 1
-        elif action == "join" and len(cells) < 4 and not suspended:
-            rank = chance.choice([r for r in (1, 2, 3) if r not in {c.member[0] for c in cells}])
-            incarnations[rank] = incarnations.get(rank, 0) + 1
-            cells.append(Cell((rank, incarnations[rank])))
-        elif action == "claim" and cell.working is None:
-            cell.working = only(supply.claim(1, cell.member, cell.ids[-1:]).steps)
-        elif action == "lost" and cell.working is not None:
-            again = only(supply.claim(1, cell.member, cell.ids[-1:]).steps)  # its answer never came: it asks again
-            assert again.id == cell.working.id
-        elif action == "finish" and cell.working is not None:
-            cell.finish()
-        elif action == "die" and cell.member != CORE:
-            supply.bar(cell.member)
-            cells.remove(cell)
-            assert supply.claim(1, cell.member).answer == "barred"
-        elif action == "suspend" and not any(c.working for c in cells):
-            supply.suspend(1)
-            for each in cells:
-                assert supply.claim(1, each.member, each.ids[-1:]).answer == "suspended"
-            ledgers = {each.member: each.ids for each in cells}
-            assert supply.settle(1, ledgers, CORE, final=False) is None
-            core = cells[0]
-            core.total, core.ids = merge(cells), [i for each in cells for i in each.ids]
-            cells = [core]
-            supply.resume(1)
-        stream = supply.stream(1)
-        stream.leases.check()
-        if fed == groups and stream.dry and not any(c.working for c in cells):
-            break
-    while fed < groups:
-        supply.reserve(fed)
-        supply.fill(fed, rows_of(fed))
-        fed += 1
-    while True:
-        busy = False
-        for cell in cells:
-            if cell.working is not None:
-                cell.finish()
-            claim = supply.claim(1, cell.member, cell.ids[-1:])
-            cell.working = only(claim.steps)
-            busy |= bool(claim.steps)
-        if not busy and claim.answer == "closed":
-            break
-    assert supply.settle(1, {c.member: c.ids for c in cells}, CORE, final=True) is None
-    taken = supply.stream(1).taken
-    assert sorted(taken) == list(range(groups))
-    steps = supply.stream(1).steps.values()
-    wanted: dict[int, int] = {}
-    for step in steps:
-        for key in samples_of(step):
-            wanted[key] = wanted.get(key, 0) + 1
-    assert merge(cells) == wanted and all(count == 1 for count in wanted.values())
 
 
 def test_groups_stay_untaken_until_a_claim_needs_them():
