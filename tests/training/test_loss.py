@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from gyre.training.batch import Batch
-from gyre.training.loss import micro_step_loss
-from gyre.training.objectives import Objective
+from gyre.training.objectives import Objective, objective_loss
 from gyre.training.packing import Row, lay_out
 from gyre.training.scorer import Scorer
 from tests.training.cells import VOCABULARY, make_config, make_sample
@@ -52,5 +51,5 @@ def test_scores_are_those_of_the_whole_model(kind, whole):
                 disorder.append(float(-(spread.exp() * spread).sum()))
     assert np.allclose(current.detach(), expected, atol=1e-5)
     assert np.allclose(entropy, disorder, atol=1e-4)
-    loss, statistics = micro_step_loss(scorer, batch, Objective.of(make_config().train))
+    loss, statistics = objective_loss(Objective.of(make_config().train), *scorer(batch), batch)
     assert loss.requires_grad and statistics.entropy == pytest.approx(sum(disorder), rel=1e-4)

@@ -19,8 +19,7 @@ import torch
 
 from gyre.config_train import TrainConfig
 from gyre.training.batch import Batch
-from gyre.training.loss import micro_step_loss
-from gyre.training.objectives import Objective, gradient_scale
+from gyre.training.objectives import Objective, gradient_scale, objective_loss
 from gyre.training.packing import lay_out
 from gyre.training.rows import weighted
 from gyre.training.scorer import Scorer
@@ -63,7 +62,7 @@ def ours(case: Case) -> tuple[float, Gradient]:
     for part in ([5, 0, 2], [7, 1, 6, 3, 4]):
         batch = Batch.of(lay_out(1, [rows[n] for n in part]), "cpu")
         reference = torch.from_numpy(np.concatenate([references[n] for n in part]))
-        loss, statistics = micro_step_loss(scorer(), batch, objective, reference)
+        loss, statistics = objective_loss(objective, *scorer()(batch), batch, reference)
         loss.backward()
         total.add(statistics)
     scale = gradient_scale(objective, total)
@@ -109,7 +108,8 @@ def test_both_signs_and_all_kinds_of_tokens_are_compared():
             own = Sample(n, 0, given.tokens.astype(np.int32), given.trained, np.minimum(given.logprobs, 0), ones, ones)
             rows += weighted(objective, [own], given.advantage, CONSTANT)
         zeros = torch.zeros(sum(int(given.trained.sum()) for given in samples()))
-        _, statistics = micro_step_loss(scorer(), Batch.of(lay_out(1, rows), "cpu"), objective, zeros)
+        batch = Batch.of(lay_out(1, rows), "cpu")
+        _, statistics = objective_loss(objective, *scorer()(batch), batch, zeros)
         assert least < statistics.metrics()["clip_fraction"] < 1 - least, name
 
 
