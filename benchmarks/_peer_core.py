@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def main() -> None:
         steps = pack_all([len(row.sample) for row in rows], budget)  # packing is part of the update
         for number, indices in enumerate(steps, 1):
             total.add(core.compute(lay_out(number, [rows[i] for i in indices])))
-        norm = core.step(total.weight, 1.0)
+        norm = math.sqrt(core.square_sum()) / total.weight
+        core.step(min(1.0, 1.0 / norm) / total.weight, config.train.lr)
         return {"loss": total.loss / total.weight, "norm": norm, "micro_steps": len(steps)}
 
     serve(update)

@@ -2,7 +2,7 @@
 
 DeepSpeed does what it is good at: mixed precision, sharding of optimizer state, offload, checkpoints. What crosses
 cells is ours: gradients leave it as they appear (`gyre.training.gradients`), and the sum over all cells is put back
-before its step. It lives in a world of one process and never learns of the other cells.
+before its step. It lives in a world of the shards of one stage, and never learns of other stages or cells.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ from safetensors import safe_open
 
 from gyre.config import Config
 from gyre.training.batch import Batch
-from gyre.training.gradients import norm_of
-from gyre.training.loss import micro_step_loss
-from gyre.training.model import DTYPES, CellModel, held, load, trim_heap, trimmed
-from gyre.training.packing import MicroStep
+from gyre.training.gradients import square_sum
+from gyre.training.model import DTYPES, CellModel, held, trim_heap
 from gyre.training.parking import Parked
+from gyre.training.stages import load_stage
 from gyre.training.statistics import Statistics
 
 
-def begin_world(device: torch.device, interface: str | None) -> None:
-    """A default process group of this cell alone: DeepSpeed never sees the other cells."""
+def begin_world(
+    device: torch.device, interface: str | None, shard: int = 0, shards: int = 1, store: dist.Store | None = None
+) -> None:
+    """A default process group of the shards of one stage of this cell: DeepSpeed never sees anybody else.
+
+    `store` is one that all of them reach, under a prefix of their stage.
+    """
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    rank = {"RANK": f"{shard}", "WORLD_SIZE": f"{shards}", "LOCAL_RANK": f"{device.index or 0}"}
+    os.environ.update(rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         # torch's watchdog would end the process where a peer fails; here a failed reduce is repeated without that peer
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store or dist.HashStore(), rank=shard, world_size=shards)
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -83,18 +90,23 @@ def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 class CoreModel(CellModel):
-    """The authoritative weights and optimizer state, in a DeepSpeed engine of one process (invariant 10)."""
+    """One worker's part of the authoritative weights and optimizer state, in a DeepSpeed engine (invariant 10)."""
 
-    def __init__(self, directory: Path, config: Config, device: torch.device) -> None:
+    def __init__(self, directory: Path, config: Config, device: torch.device, stage: int = 0) -> None:
+        """Load a stage of the model of `directory`; its shards do so together."""
         deepspeed = import_deepspeed(device)
         self._zero = deepspeed.zero
         self._zero_stage = config.train.zero_stage
-        super().__init__(load(directory, DTYPES[config.model.dtype], device, weights=True), config.train, device)
-        self.scorer.check()
+        train = config.train
+        dtype, recompute = DTYPES[config.model.dtype], train.checkpoint_activations
+        super().__init__(load_stage(directory, dtype, device, True, stage, train.stages, recompute), config, device)
+        if train.stages == 1:
+            self.scorer.check()
         buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False
         )
+        self._run = self._engine
         for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision
             module._buffers.update(before)
         if config.model.dtype != "float32":
@@ -119,43 +131,50 @@ class CoreModel(CellModel):
                     if opened.get_slice(name).get_dtype() == "F32":
                         safe_set_full_fp32_param(own[name], opened.get_tensor(name))
 
-    def compute(self, step: MicroStep) -> Statistics:
-        """Add one micro-step's gradient sum to the accumulators."""
+    def forward(self, batch: Batch, received: torch.Tensor | None = None) -> tuple[torch.Tensor, Statistics | None]:
+        """What this stage makes of a micro-step; see `CellModel.forward`."""
         self._open_window()
-        with trimmed():
-            loss, statistics = micro_step_loss(self._engine, Batch.of(step, self.device), self.objective)
-            self._engine.backward(loss, scale_wrt_gas=False)
-            del loss
-        return statistics
+        return super().forward(batch, received)
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Add the gradients of what `forward` made to the sums; see `CellModel.backward`."""
+        loss = output if gradient is None else (output.float() * gradient.float()).sum()
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self.accumulators.flush()
 
     def _open_window(self) -> None:
         if not self._open:
             self._window.enter_context(self._engine.coalesce_grad_reduction())
             self._open = True
 
-    @torch.no_grad()
-    def step(self, weight: float, clip_norm: float) -> float:
-        """Divide the sum by the total weight, clip, take the optimizer step; returns the norm before clipping.
-
-        An update without any weight has no gradient and takes no step.
-        """
-        self._open_window()  # leaving it makes DeepSpeed's gradients, also where this cell computed nothing
+    def _close_window(self) -> None:
+        self._open_window()  # leaving it makes DeepSpeed's gradients, also where this worker computed nothing
         self._window.close()
         self._open = False
-        if weight <= 0:
-            return 0.0
+
+    def square_sum(self) -> float:
+        """Sum of the squares of what this worker owns of the gradients' sum."""
+        return square_sum(self.accumulators.flat.data)
+
+    @torch.no_grad()
+    def step(self, scale: float, lr: float) -> None:
+        """Take an optimizer step on the gradients' sum times `scale`, at a learning rate.
+
+        A scale of 0 says that there was nothing to learn from; then no step is taken.
+        """
         from deepspeed.utils import safe_set_full_grad
 
-        gradient = self.accumulators.flat.data.div_(weight)
-        norm = norm_of(gradient)
-        if norm > clip_norm:
-            gradient.mul_(clip_norm / norm)
-        for parameter, view in zip(self.parameters, self.accumulators.flat.views, strict=True):
-            safe_set_full_grad(parameter, view)
+        self._close_window()
+        if scale > 0:
+            self.accumulators.flat.data.mul_(scale)
+            for parameter, gradient in self.accumulators.gather():
+                if parameter is not self.scorer.tied:
+                    safe_set_full_grad(parameter, gradient)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine.step()
         self.accumulators.flat.release()
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
-        return norm
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, each gathered for as long as it is looked at where ZeRO-3 keeps it in pieces."""

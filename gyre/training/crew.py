@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -264,6 +265,14 @@ class Crew:
         self.order("forget", group=group, ranks=list(ranks))
 
     # -- the core's step ---------------------------------------------------------------------------------------------
-    def step(self, weight: float, clip_norm: float) -> float:
-        """Divide the sum by the total weight, clip, take the optimizer step; returns the norm before clipping."""
-        return self.order("step", weight=weight, clip_norm=clip_norm)[0]["norm"]
+    def step(self, scale: float, clip_norm: float, lr: float) -> float:
+        """Multiply the sum by `scale`, clip, take the optimizer step; returns the norm before clipping.
+
+        A scale of 0 says that there was nothing to learn from; then no step is taken.
+        """
+        norm = 0.0
+        if scale > 0:
+            norm = math.sqrt(sum(answer["square_sum"] for answer in self.order("square_sum"))) * scale
+            scale *= min(1.0, clip_norm / norm if norm else 1.0)
+        self.order("step", scale=scale, lr=lr)
+        return norm

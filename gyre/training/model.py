@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 
 from gyre.checksum import checksum as checksum_of
-from gyre.config import TrainConfig
+from gyre.config import Config
 from gyre.training.batch import Batch
 from gyre.training.gradients import Accumulators, Flat
-from gyre.training.loss import micro_step_loss
-from gyre.training.objectives import Objective
+from gyre.training.objectives import Objective, objective_loss
 from gyre.training.packing import MicroStep
 from gyre.training.pulling import Source
-from gyre.training.scorer import Scorer
 from gyre.training.slots import Spec
+from gyre.training.stages import EMBEDDING, Stage, load_stage
 from gyre.training.statistics import Statistics
 
 _TRIM_SECONDS = 20.0
@@ -52,42 +51,55 @@ def held(tensors: Iterator[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device, weights: bool) -> torch.nn.Module:
-    """The causal language model of a directory, for training; without `weights` its parameters are undefined."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    options = {"dtype": dtype, "attn_implementation": "sdpa"}
-    if weights:
-        model = AutoModelForCausalLM.from_pretrained(directory, **options)
-    else:
-        config = AutoConfig.from_pretrained(directory)
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **options)
-    model.tie_weights()
-    model.train()
-    return model.to(device)
-
-
 class CellModel:
-    """What the core's model and a satellite's have in common: names, accumulators, the loss."""
+    """What the core's model and a satellite's have in common: one worker's stage, its sums, the loss."""
 
-    def __init__(self, model: torch.nn.Module, config: TrainConfig, device: torch.device) -> None:
-        self.model = model
-        self.scorer = Scorer(model, config.checkpoint_activations)
+    def __init__(self, stage: Stage, config: Config, device: torch.device) -> None:
+        self.scorer = stage
         self.device = device
-        self.objective = Objective.of(config)
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = [parameter for _, parameter in model.named_parameters()]
-        self.specs = [Spec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
-        self.accumulators = Accumulators(self.parameters, device)
+        self.objective = Objective.of(config.train)
+        self.names = [name for name, _ in stage.weights()]
+        self.parameters = [parameter for _, parameter in stage.weights()]
+        self.specs = [Spec(name, p.dtype, tuple(p.shape)) for name, p in stage.weights()]
+        embedding = dict(stage.weights()).get(EMBEDDING)
+        self.shared = stage.tied if stage.tied is not None else embedding
+        summed = [*self.parameters, *([] if stage.tied is None else [stage.tied])]
+        self.accumulators = Accumulators(summed, device, config.shards, [] if self.shared is None else [self.shared])
         self.snapshot = -1  # the one whose weights these are; -1 for none
+        self.reference: Stage | None = None  # whose policy the KL divergence is from, where there is one
+        self._run: torch.nn.Module = stage  # the stage, or an engine around it
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, tied ones once."""
         return zip(self.names, (parameter.data for parameter in self.parameters), strict=True)
+
+    def forward(self, batch: Batch, received: torch.Tensor | None = None) -> tuple[torch.Tensor, Statistics | None]:
+        """What this stage makes of a micro-step: hidden states [L, T, H], or at the last stage the loss sum.
+
+        L is 1, or 2 where the reference's hidden states go along. `received` is what the stage before made.
+        """
+        out = self._run(batch, None if received is None else received[0])
+        other = None
+        if self.reference is not None:
+            with torch.no_grad():
+                other = self.reference(batch, None if received is None else received[1])
+        if not self.scorer.last:
+            return torch.stack([out] if other is None else [out, other]), None
+        return objective_loss(self.objective, *out, batch, None if other is None else other[0])
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Add the gradients of what `forward` made to the sums; `gradient` is the next stage's, of this output."""
+        torch.autograd.backward(output, gradient)
+        self.accumulators.flush()
+
+    def compute(self, step: MicroStep) -> Statistics:
+        """Add one micro-step's gradient sum to the accumulators, where there is one stage."""
+        with trimmed():
+            loss, statistics = self.forward(Batch.of(step, self.device))
+            self.backward(loss)
+            del loss
+        assert statistics is not None
+        return statistics
 
     def checksum(self) -> str:
         """Checksum of the weights held now."""
@@ -96,8 +108,13 @@ class CellModel:
     def memory(self) -> dict[str, int]:
         """Bytes held for weights, gradients, accumulators and optimizer state."""
         gradients = (p.grad for p in self.parameters if p.grad is not None)
+        weights = [parameter.data for parameter in self.parameters]
+        if self.scorer.tied is not None:
+            weights.append(self.scorer.tied.data)
+        if self.reference is not None:
+            weights.extend(parameter.data for _, parameter in self.reference.weights())
         return {
-            "weights": held(parameter.data for parameter in self.parameters),
+            "weights": held(iter(weights)),
             "gradients": held(gradients),
             "accumulators": self.accumulators.flat.held,
             "optimizer": 0,
@@ -107,18 +124,22 @@ class CellModel:
 class SatelliteModel(CellModel):
     """Weights and accumulators in one buffer each, taken for an update and given back when parked (invariant 10)."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, config: TrainConfig, device: torch.device) -> None:
-        model = load(directory, dtype, torch.device("cpu"), weights=False)
-        for module in model.modules():  # buffers, such as rotary frequencies, are not part of a snapshot
+    def __init__(self, directory: Path, config: Config, device: torch.device, number: int = 0) -> None:
+        """Make stage `number` of the model of `directory`, without weights."""
+        train, dtype = config.train, DTYPES[config.model.dtype]
+        own = (number, train.stages, train.checkpoint_activations)
+        stage = load_stage(directory, dtype, torch.device("cpu"), False, *own)
+        for module in stage.modules():  # buffers, such as rotary frequencies, are not part of a snapshot
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        super().__init__(model, config, device)
-        self._weights = Flat([parameter.shape for parameter in self.parameters], dtype, device)
+        super().__init__(stage, config, device)
+        held_here = [*self.parameters, *([] if stage.tied is None else [stage.tied])]
+        self._weights = Flat([parameter.shape for parameter in held_here], dtype, device)
         self._weights.release()
-        for parameter, view in zip(self.parameters, self._weights.views, strict=True):
+        for parameter, view in zip(held_here, self._weights.views, strict=True):
             parameter.data = view
         self.accumulators.hook()
-        self._checked = False
+        self._checked = not (stage.first and stage.last)  # a model that can be cut is known to be packable
 
     def load(self, source: Source) -> None:
         """Take the weights of a snapshot, each verified as it is copied.
@@ -129,18 +150,12 @@ class SatelliteModel(CellModel):
         self.snapshot = -1
         self._weights.restore()
         source.copy_into(dict(self.named()))
+        if self.scorer.tied is not None:
+            source.copy_into({EMBEDDING: self.scorer.tied.data})
         if not self._checked:
             self.scorer.check()
             self._checked = True
         self.snapshot = source.snapshot
-
-    def compute(self, step: MicroStep) -> Statistics:
-        """Add one micro-step's gradient sum to the accumulators."""
-        with trimmed():
-            loss, statistics = micro_step_loss(self.scorer, Batch.of(step, self.device), self.objective)
-            loss.backward()
-            del loss
-        return statistics
 
     def park(self) -> None:
         """Give weights, gradients and accumulators back."""

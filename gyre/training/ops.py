@@ -74,7 +74,7 @@ def try_once() -> None:
         LlamaForCausalLM(shape).save_pretrained(directory)
         model = CoreModel(Path(directory), config, device)
         model.accumulators.begin()
-        model.step(1.0, 1.0)
+        model.step(1.0, 1e-6)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from gyre.checksum import checksum as checksum_of
 from gyre.config import Config
 from gyre.config_train import TimedTrainConfig
 from gyre.errors import InvariantBroken, UserError
-from gyre.training.gradients import Accumulators, norm_of
+from gyre.training.gradients import Accumulators, square_sum
 from gyre.training.model import DTYPES, held
 from gyre.training.packing import MicroStep
 from gyre.training.pulling import Source
@@ -117,29 +117,29 @@ class TimedCore(TimedModel):
         masters = read(directory, torch.float32)
         dtype = DTYPES[config.model.dtype]
         super().__init__({name: tensor.to(dtype, copy=True) for name, tensor in masters.items()}, config)
-        self._lr = config.train.lr
         self._masters = masters
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in masters.items()}
 
-    @torch.no_grad()
-    def step(self, weight: float, clip_norm: float) -> float:
-        """Divide the sum by the total weight, clip, and move the weights; returns the norm before clipping.
+    def square_sum(self) -> float:
+        """Sum of the squares of the gradients' sum.
 
         Raises:
             InvariantBroken: an element of the sum has missed a micro-step that another one has.
         """
-        if weight <= 0:
-            return 0.0
         gradient = self.accumulators.flat.data
         if gradient.numel() and bool((gradient != gradient[0]).any()):
             raise InvariantBroken(11, "the elements of a timed gradient differ, though each micro-step adds to all")
-        norm = norm_of(gradient.div_(weight))
-        gradient.mul_(min(1.0, clip_norm / norm) if norm else 1.0)
-        for (name, master), part in zip(self._masters.items(), self.accumulators.flat.views, strict=True):
-            momentum = self._momentum[name].mul_(_MOMENTUM).add_(part)
-            self._weights[name].copy_(master.sub_(momentum, alpha=self._lr))
+        return square_sum(gradient)
+
+    @torch.no_grad()
+    def step(self, scale: float, lr: float) -> None:
+        """Move the weights by the gradients' sum times `scale`; not at all with 0."""
+        if scale > 0:
+            self.accumulators.flat.data.mul_(scale)
+            for (name, master), part in zip(self._masters.items(), self.accumulators.flat.views, strict=True):
+                momentum = self._momentum[name].mul_(_MOMENTUM).add_(part)
+                self._weights[name].copy_(master.sub_(momentum, alpha=lr))
         self.accumulators.flat.release()
-        return norm
 
     def memory(self) -> dict[str, int]:
         """Bytes held; master weights count as optimizer."""

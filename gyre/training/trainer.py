@@ -77,7 +77,9 @@ from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training import snapshots
 from gyre.training.crew import Crew
+from gyre.training.objectives import Objective, gradient_scale
 from gyre.training.part import Desk, Sum
+from gyre.training.schedule import lr_at
 from gyre.training.slots import Filled, Slots, Spec, remove_shared, shared_prefix
 from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
 from gyre.training.update import CorePart, SatellitePart
@@ -169,6 +171,8 @@ class Trainer:
             announcement = writing.seal([Filled(**answer) for answer in filled])
         url = self._store.get("snapshots") or ""
         announcement = replace(announcement, node=self._address, url=url)
+        if self._config.train.stages > 1:
+            self._crew.order("refresh", word=announcement.encode(), secret=self._secret)
         self._snapshot, self._checksum = snapshot, announcement.checksum
         self._store.set(f"snapshot/{snapshot}", announcement.encode())
 
@@ -310,7 +314,9 @@ class Trainer:
         begun = time.monotonic()
         part.stage("stepping")
         fault(f"update:{update}:stepping", 0)
-        norm = self._crew.step(sums.weight, self._config.train.clip_norm)
+        train = self._config.train
+        lr = lr_at(train.schedule, train.lr, update, train.updates)
+        norm = self._crew.step(gradient_scale(Objective.of(train), sums), train.clip_norm, lr)
         clock.add("step", begun)
         part.desk.pulse.beat()
         begun = time.monotonic()
@@ -320,6 +326,7 @@ class Trainer:
         return {
             **sums.metrics(),
             "grad_norm": norm,
+            "lr": lr,
             **part.sum.numbers,
             "cell_seconds": clock.computed + part.sum.collected,
             **{f"seconds_{stage}": seconds for stage, seconds in clock.seconds.items()},

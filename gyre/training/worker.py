@@ -25,10 +25,11 @@ from gyre.run_dir import RunDir
 from gyre.store import Store
 from gyre.training.core import CoreModel, begin_world
 from gyre.training.gradients import Groups, reduce_to_root
-from gyre.training.model import DTYPES, SatelliteModel, trim_heap
+from gyre.training.model import SatelliteModel, trim_heap
 from gyre.training.packing import MicroStep
 from gyre.training.pulling import reach
 from gyre.training.slots import fill
+from gyre.training.stages import EMBEDDING
 from gyre.training.timed import TimedCore, TimedSatellite
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,16 @@ class Worker:
         self._total: torch.Tensor | None = None  # of the last reduce, at the core
         torch.set_num_threads(train.threads)
         torch.manual_seed(self.config.seed)
-        begin_world(self._device, self.config.network.interface)
+        mine = dist.PrefixStore(f"stage{self.stage}", meeting)
+        begin_world(self._device, self.config.network.interface, self.shard, self.config.shards, mine)
         store = Store.connect(start.prefix, start.store[0], int(start.store[1]))
+        place = f"{self.stage}.{self.shard}"
         self._groups = Groups(
-            lambda: store.clone().torch_store, start.rank, self._device, start.address, _GROUP_TIMEOUT
+            lambda: dist.PrefixStore(place, store.clone().torch_store),
+            start.rank,
+            self._device,
+            start.address,
+            _GROUP_TIMEOUT,
         )
         self.model = self._build(Path(start.model), Path(start.weights))
 
@@ -77,8 +84,8 @@ class Worker:
         if config.train.kind == "timed":
             return TimedCore(weights, config) if self._core else TimedSatellite(model, config)
         if self._core:
-            return CoreModel(weights, config, self._device)
-        return SatelliteModel(model, DTYPES[config.model.dtype], config.train, self._device)
+            return CoreModel(weights, config, self._device, self.stage)
+        return SatelliteModel(model, config, self._device, self.stage)
 
     # -- weights -----------------------------------------------------------------------------------------------------
     def specs(self) -> dict[str, Any]:
@@ -181,11 +188,19 @@ class Worker:
         self._total = None
 
     # -- the core's step and its state -------------------------------------------------------------------------------
-    def step(self, weight: float, clip_norm: float) -> dict[str, float]:
-        """Divide, clip, step; {"norm"} before clipping."""
-        norm = self.model.step(weight, clip_norm)
-        self.model.accumulators.flat.release()
-        return {"norm": norm}
+    def square_sum(self) -> dict[str, float]:
+        """Sum of the squares of what this worker owns of the gradients' sum: {"square_sum"}."""
+        return {"square_sum": self.model.square_sum()}
+
+    def step(self, scale: float, lr: float) -> None:
+        """Take an optimizer step on the sum times `scale`, at a learning rate; none where the scale is 0."""
+        self.model.step(scale, lr)
+
+    def refresh(self, word: str, secret: str) -> None:
+        """Take the copy of a tied embedding out of the snapshot that `word` announced, where this stage has one."""
+        if self.config.train.stages > 1 and self.model.scorer.tied is not None:
+            with reach(word, secret, self._address) as source:
+                source.copy_into({EMBEDDING: self.model.scorer.tied.data})
 
     def save(self, directory: str, tag: str) -> None:
         """Write weights and optimizer state under a tag."""
