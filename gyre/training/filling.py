@@ -13,29 +13,36 @@ from collections.abc import Sequence
 
 #: A micro-step is full when at most this many tokens more would fit.
 SLACK = 4
-_WINDOW = 4  # budgets of samples that are looked at together where there are very many
+_WINDOW = 4, 24  # budgets, and samples, that are looked at together at the least where there are very many
 _SMALL = 64  # budgets of samples up to which several ways are tried
 _WAYS = (0.0005, 0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08)  # parts of the budget that may stay empty
 
 
 def fill_up(lengths: Sequence[int], room: int, slack: int = 0) -> list[int]:
     """Indices of lengths whose sum is as large as `room` allows, or within `slack` of it; of the longest such."""
-    order = sorted((i for i in range(len(lengths)) if lengths[i] <= room), key=lambda i: lengths[i])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return [order[at] for at in _fill([lengths[i] for i in order], room, slack)]
+
+
+def _fill(lengths: Sequence[int], room: int, slack: int) -> list[int]:
+    """The same for lengths in ascending order; the indices descend."""
     mask = (1 << (room + 1)) - 1
-    sums = [1]
-    for i in order:
-        sums.append((sums[-1] | sums[-1] << lengths[i]) & mask)
-    high = room
-    low = min(room - slack, sums[-1].bit_length() - 1)
+    sums, bits = [1], 1
+    for length in lengths:
+        if length > room:
+            break
+        bits |= bits << length & mask
+        sums.append(bits)
+    high, low = room, min(room - slack, bits.bit_length() - 1)
     chosen = []
-    for at in range(len(order) - 1, -1, -1):
-        length = lengths[order[at]]
-        if length <= high:
+    for at in range(len(sums) - 2, -1, -1):
+        most = high - lengths[at]
+        if most >= 0:
             # The shorter ones must be able to make up what is left once this one is in.
-            least, most = max(low - length, 0), high - length
-            if (sums[at] >> least) & ((1 << (most - least + 1)) - 1):
-                chosen.append(order[at])
-                low, high = low - length, most
+            least = max(low - lengths[at], 0)
+            if sums[at] >> least & (1 << (most - least + 1)) - 1:
+                chosen.append(at)
+                low, high = low - lengths[at], most
     return chosen
 
 
@@ -49,33 +56,36 @@ def pack_all(lengths: Sequence[int], budget: int) -> list[list[int]]:
     alone = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i] > budget]
     rest = [i for i in range(len(lengths)) if lengths[i] <= budget]
     total = sum(lengths[i] for i in rest)
-    window = total if total <= _SMALL * budget else _WINDOW * budget
+    many = total > _SMALL * budget
+    window = (_WINDOW[0] * budget, _WINDOW[1]) if many else (total, len(rest))
     best: list[list[int]] | None = None
     for way in _WAYS:
         made = _pack(lengths, rest, budget, window, int(way * budget))
         if best is None or len(made) < len(best):
             best = made
-        if total > _SMALL * budget or (len(best) - 1) * budget < total:
+        if many or (len(best) - 1) * budget < total:
             break
     best = best or []
     best.sort(key=lambda indices: -sum(lengths[i] for i in indices))
     return alone + best
 
 
-def _pack(lengths: Sequence[int], indices: Sequence[int], budget: int, window: int, slack: int) -> list[list[int]]:
-    """Again and again the longest of the next `window` tokens, and what fills the budget beside it."""
+def _pack(
+    lengths: Sequence[int], indices: Sequence[int], budget: int, window: tuple[int, int], slack: int
+) -> list[list[int]]:
+    """Again and again the longest of those in the window of tokens and lengths, and what fills the budget beside it."""
     made = []
     pool: list[tuple[int, int]] = []  # in ascending order
     tokens, at = 0, 0
     while pool or at < len(indices):
-        while at < len(indices) and tokens < window:
+        while at < len(indices) and (tokens < window[0] or len(pool) < window[1]):
             insort(pool, (lengths[indices[at]], indices[at]))
             tokens += lengths[indices[at]]
             at += 1
         longest, index = pool.pop()
-        beside = fill_up([length for length, _ in pool], budget - longest, slack)
+        beside = _fill([length for length, _ in pool], budget - longest, slack)
         step = [index, *(pool[i][1] for i in beside)]
-        for i in beside:  # in descending order
+        for i in beside:
             del pool[i]
         tokens -= sum(lengths[i] for i in step)
         made.append(step)
