@@ -54,18 +54,18 @@ def report(run_dir: Path | str, width: int = 100, colour: bool = False) -> str:
     """The end of a run as a table of text."""
     run = RunDir(run_dir)
     console = Console(file=io.StringIO(), width=width, force_terminal=colour, no_color=not colour, highlight=False)
-    console.print(table(run, summarise(run)))
+    console.print(table(run, summarise(run), width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def table(run: RunDir, summary: dict[str, Any]) -> Group:
-    """The summary as rich renders it."""
+def table(run: RunDir, summary: dict[str, Any], width: int) -> Group:
+    """The summary as rich renders it, in so many columns of text."""
     config = load(run.config)
     doubts = [text for row in summary["per_update"] if (text := doubt(config, row["update"], row["metrics"]))]
     warnings = [Text(text, "bold yellow") for text in doubts[:1]]
     rest = [_totals(summary), *warnings, Text(f"Everything is in {run.path}", "dim")]
-    return Group(_headline(summary), *_updates(summary), *rest)
+    return Group(_headline(summary), *_updates(summary, width), *rest)
 
 
 def _headline(summary: dict[str, Any]) -> Text:
@@ -134,7 +134,7 @@ _MADE: dict[str, _Column] = {
 }
 
 
-def _updates(summary: dict[str, Any]) -> list[RenderableType]:
+def _updates(summary: dict[str, Any], width: int) -> list[RenderableType]:
     columns = ("reward", "staleness", "suspensions")
     values = zip(*(summary[name] for name in columns), strict=True)
     rows = [
@@ -142,14 +142,17 @@ def _updates(summary: dict[str, Any]) -> list[RenderableType]:
     ]
     if not rows:
         return [Text("No update was made.")]
-    return [_grid(rows, _LEARNT), Text(), _grid(rows, _MADE), Text()]
+    return [_grid(rows, _LEARNT, width), Text(), _grid(rows, _MADE, width), Text()]
 
 
-def _grid(rows: list[dict[str, Any]], columns: dict[str, _Column]) -> Table:
+def _grid(rows: list[dict[str, Any]], columns: dict[str, _Column], width: int) -> Table:
+    """A table without the columns that have nothing in them, and without the last ones where it is too wide."""
     half = _SHOWN_UPDATES // 2
     first, last = (rows[:half], rows[-half:]) if len(rows) > _SHOWN_UPDATES else (rows, [])
     cells = {name: [column(row) for row in (*first, *last)] for name, column in columns.items()}
     cells = {name: texts for name, texts in cells.items() if any(texts)}
+    while sum(2 + max(map(len, (name, *texts))) for name, texts in cells.items()) - 2 > width:
+        cells.popitem()
     grid = Table(box=None, pad_edge=False, header_style="dim")
     for name in cells:
         grid.add_column(name, justify="right", no_wrap=True)

@@ -87,6 +87,8 @@ def test_figures_of_updates_fit_a_page_and_missing_ones_are_left_out(tmp_path: P
     for shown in ("-0.117", "0.0071 (0.22)", "2.5e-05", "0.14 (1)", "4 (2+2)", "12.3k", "6 (2+2+2)"):
         assert shown in text
     assert "cell 0 40%, cell 1 40%, cell 2 20%" in text and "72% computing" in text
+    narrow = report(run.path, width=60)
+    assert "mismatch" in text and "mismatch" not in narrow and "entropy" in narrow and "…" not in narrow
     for event in script.events:
         if event["kind"] == "update_done":
             event["metrics"] = {"loss": 0.5} if event["update"] == 1 else {}
