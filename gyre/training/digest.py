@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,8 @@ import torch
 
 ROW = 2048  # bytes of a sum
 _WORD = 8
+_MOST_THREADS = 4
+_WORTH_A_THREAD = 16 << 20  # bytes
 
 
 def rows_of(size: int) -> int:
@@ -61,15 +64,21 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def threads_for(size: int) -> int:
+    """How many threads copy so many bytes: one does not use a processor's memory to the full."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)), size // _WORTH_A_THREAD + 1)
+
+
 @contextlib.contextmanager
-def in_threads() -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `map` that works in as many threads as torch may use here, and gives results in the order of the items."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield map
-        return
+def in_threads(count: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A `map` that works in so many threads, each of which computes alone; results in the order of the items."""
+    before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        if count == 1:
+            torch.set_num_threads(1)  # pieces are too small to be shared out by torch
+            yield map
+            return
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool.map
     finally:
-        torch.set_num_threads(threads)  # what the threads set holds for them alone, and for threads to come
+        torch.set_num_threads(before)  # what the threads set holds for them alone, and for threads to come

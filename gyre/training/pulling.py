@@ -20,7 +20,7 @@ import torch
 
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
-from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows
+from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
 from gyre.training.slots import SHARED, Announcement, Place, mapped, metadata_of, places_of, pwrite
 from gyre.training.transports import Shared, Socket, Transport
 
@@ -84,7 +84,7 @@ class Source:
         here = [place for place in wanted if own[place.spec.name].device.type == "cpu"]
         memory = [raw(own[place.spec.name]) for place in here]
         _prefer_huge_pages(memory)
-        with in_threads() if self._transport.threads else contextlib.nullcontext(map) as run:
+        with in_threads(threads_for(sum(map(len, memory))) if self._transport.threads else 1) as run:
             self._read(here, lambda part: memory[part.index][part.begin : part.end], lambda part, data: None, run)
         if there := [place for place in wanted if own[place.spec.name].device.type != "cpu"]:
             device = [own[place.spec.name].detach().view(-1).view(torch.uint8) for place in there]
@@ -118,7 +118,8 @@ class Source:
         self, places: Sequence[Place], buffer: torch.Tensor, use: Callable[[_Part, torch.Tensor], Any]
     ) -> None:
         """Read tensors through a buffer, out of which `use` takes each part."""
-        self._read(places, lambda part: buffer[part.at : part.at + part.end - part.begin], use, map)
+        with in_threads(1) as run:
+            self._read(places, lambda part: buffer[part.at : part.at + part.end - part.begin], use, run)
 
     def _read(
         self,

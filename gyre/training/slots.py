@@ -26,7 +26,7 @@ import torch
 from gyre.checksum import Sums, add, combine, group_of, sums_of
 from gyre.checksum_groups import MASK, accumulate
 from gyre.errors import UserError, WeightsMismatch
-from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows
+from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
 
 SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
@@ -215,7 +215,7 @@ def fill(path: Path | str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Fille
     descriptor = os.open(path, os.O_RDWR)
     try:
         places = places_of(read_header(descriptor))
-        with in_threads() as run:
+        with in_threads(threads_for(os.fstat(descriptor).st_size)) as run:
             for name, tensor in tensors:
                 place = places.get(name)
                 if place is None or place.spec != Spec(name, tensor.dtype, tuple(tensor.shape)):

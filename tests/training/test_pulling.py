@@ -81,23 +81,21 @@ def world(tmp_path):
 # -- copies ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("address", ["here", "elsewhere"])
-def test_tensors_come_to_where_they_are_wanted(world, address, threads):
+def test_tensors_come_to_where_they_are_wanted(world, address, threads, monkeypatch):
+    for module in ("slots", "pulling"):
+        monkeypatch.setattr(f"gyre.training.{module}.threads_for", lambda size: threads)
+    before = torch.get_num_threads()
     wanted = weights(1)
     world.write(0, wanted)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        own = empty(wanted)
-        with world.reach(address) as source:
-            source.copy_into(own)
-            assert equal(own, wanted) and checksum(own.items()) == source.checksum
-            some = ["model.norm.weight", "model.layers.0.norm.weight"]  # a stage has a part of them
-            part = empty({name: wanted[name] for name in some})
-            source.copy_into(part)
-            assert equal(part, {name: wanted[name] for name in some})
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    own = empty(wanted)
+    with world.reach(address) as source:
+        source.copy_into(own)
+        assert equal(own, wanted) and checksum(own.items()) == source.checksum
+        some = ["model.norm.weight", "model.layers.0.norm.weight"]  # a stage has a part of them
+        part = empty({name: wanted[name] for name in some})
+        source.copy_into(part)
+        assert equal(part, {name: wanted[name] for name in some})
+    assert torch.get_num_threads() == before
 
 
 def test_memory_that_was_copied_into_can_be_given_back(world):
