@@ -155,9 +155,13 @@ class Crew:
             return [own, *(self._last(link) for link in self._links)]
 
     def _last(self, link: Link) -> dict[str, Any]:
-        while link.asked > 1:  # of micro-steps
-            self._note(link.answer())
+        self._take(link, but=1)
         return link.answer()
+
+    def _take(self, link: Link, but: int = 0) -> None:
+        """Take all answers but the last ones: they are of micro-steps, blanks perhaps, for which nobody waits."""
+        while link.asked > but:
+            self._note(link.answer())
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -238,6 +242,7 @@ class Crew:
 
         with self._together():
             for link in self._links:
+                self._take(link)
                 link.send("reduce", group=group, ranks=list(ranks))
             try:
                 self.lead.reduce(group, list(ranks), lambda: look() or called_off(), progress)
