@@ -20,7 +20,7 @@ from gyre.training import attention
 from gyre.training.batch import Batch
 
 _BLOCK_BYTES = 64 << 20  # of float32 logits, worked on at a time
-_LOGITS_BYTES = 512 << 20  # of a micro-step's logits, in the model's precision; more are computed piece by piece, twice
+_LOGITS_BYTES = 1 << 30  # of a micro-step's logits, in the model's precision; more are computed piece by piece, twice
 
 
 class _Chosen(torch.autograd.Function):
