@@ -8,6 +8,7 @@ with its own attention, run on each sample alone.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ def _sealed(scorer: Scorer, batch: Batch) -> bool:
     tokens[: _LENGTHS[0]] = tokens[: _LENGTHS[0]].flip(0)
     others = batch.segment > 0
     one = scorer.logits(batch)[others]
-    other = scorer.logits(Batch(**{**vars(batch), "tokens": tokens}))[others]
+    other = scorer.logits(replace(batch, tokens=tokens))[others]
     return torch.equal(one, other) or _distance(one, other) < (_LEAK if _is_low(one) else _LEAK**2)
 
 
