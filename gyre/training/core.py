@@ -1,7 +1,7 @@
 """The core's model: authoritative weights and optimizer state in DeepSpeed. The one importer of deepspeed.
 
 DeepSpeed does what it is good at: mixed precision, sharding of optimizer state, offload, checkpoints. What crosses
-cells is ours: gradients leave it as they appear (`gyre.training.gradients`), and the sum over all cells is put back
+cells is ours: gradients leave it as they appear (`gyre.training.accumulators`), and the sum over all cells is put back
 before its step. It lives in a world of the shards of one stage, and never learns of other stages or cells.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from gyre.config import Config
+from gyre.errors import UserError
 from gyre.training.batch import Batch
-from gyre.training.gradients import square_sum
-from gyre.training.model import DTYPES, CellModel, held, trim_heap
+from gyre.training.model import DTYPES, CellModel, held, reference_of, trim_heap
 from gyre.training.parking import Parked
 from gyre.training.stages import load_stage
 from gyre.training.statistics import Statistics
@@ -35,6 +35,8 @@ def begin_world(
     """
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    elif shards > 1:  # shards of a stage are on one host
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = {"RANK": f"{shard}", "WORLD_SIZE": f"{shards}", "LOCAL_RANK": f"{device.index or 0}"}
     os.environ.update(rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if device.type == "cuda":
@@ -89,19 +91,50 @@ def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
+_Setter = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+def _put(parameter: torch.nn.Parameter, value: torch.Tensor, whole: _Setter, piece: _Setter) -> None:
+    """Give DeepSpeed the whole value of something of a parameter, or in ZeRO-3 this shard's piece.
+
+    There it would cut pieces out of the whole by itself, but does not think of the padding of the last one.
+    """
+    if not hasattr(parameter, "ds_tensor"):
+        whole(parameter, value)
+        return
+    size = parameter.ds_tensor.numel()
+    own = value.reshape(-1)[dist.get_rank() * size :][:size]
+    piece(parameter, torch.nn.functional.pad(own, (0, size - own.numel())))
+
+
 class CoreModel(CellModel):
     """One worker's part of the authoritative weights and optimizer state, in a DeepSpeed engine (invariant 10)."""
 
-    def __init__(self, directory: Path, config: Config, device: torch.device, stage: int = 0) -> None:
-        """Load a stage of the model of `directory`; its shards do so together."""
+    def __init__(
+        self, directory: Path, config: Config, device: torch.device, stage: int = 0, initial: Path | None = None
+    ) -> None:
+        """Load a stage of the model of `directory`; its shards do so together.
+
+        `initial` is the model that the objective keeps to, needed where `train.kl` is above 0.
+
+        Raises:
+            UserError: the model cannot be trained like that.
+        """
         deepspeed = import_deepspeed(device)
         self._zero = deepspeed.zero
         self._zero_stage = config.train.zero_stage
         train = config.train
         dtype, recompute = DTYPES[config.model.dtype], train.checkpoint_activations
-        super().__init__(load_stage(directory, dtype, device, True, stage, train.stages, recompute), config, device)
+        reference = reference_of(initial, config, device, stage)
+        own = load_stage(directory, dtype, device, True, stage, train.stages, recompute)
+        super().__init__(own, config, device, reference)
         if train.stages == 1:
             self.scorer.check()
+            if self.scorer.apart and train.zero_stage == 3 and config.shards > 1:
+                raise UserError(
+                    "train.zero_stage: samples of this model are run alone, so shards do not meet in ZeRO-3's "
+                    "collectives; set train.zero_stage=2"
+                )
         buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False
@@ -122,14 +155,15 @@ class CoreModel(CellModel):
         DeepSpeed copies them from the rounded weights. Each master then sits in the middle of its rounding interval,
         and steps much smaller than the interval move no weight that anyone computes with until enough of them add up.
         """
-        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         own = dict(zip(self.names, self.parameters, strict=True))
         for file in sorted(directory.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
-                for name in own.keys() & set(opened.keys()):
+                for name in sorted(own.keys() & set(opened.keys())):
                     if opened.get_slice(name).get_dtype() == "F32":
-                        safe_set_full_fp32_param(own[name], opened.get_tensor(name))
+                        value = opened.get_tensor(name)
+                        _put(own[name], value, safe_set_full_fp32_param, safe_set_local_fp32_param)
 
     def forward(self, batch: Batch, received: torch.Tensor | None = None) -> tuple[torch.Tensor, Statistics | None]:
         """What this stage makes of a micro-step; see `CellModel.forward`."""
@@ -153,8 +187,11 @@ class CoreModel(CellModel):
         self._open = False
 
     def square_sum(self) -> float:
-        """Sum of the squares of what this worker owns of the gradients' sum."""
-        return square_sum(self.accumulators.flat.data)
+        """Sum of the squares of this worker's share of the gradients' sum.
+
+        The root of the sum over all workers, times the step's scale without clipping, is the gradient's norm.
+        """
+        return self.accumulators.square_sum()
 
     @torch.no_grad()
     def step(self, scale: float, lr: float) -> None:
@@ -162,19 +199,18 @@ class CoreModel(CellModel):
 
         A scale of 0 says that there was nothing to learn from; then no step is taken.
         """
-        from deepspeed.utils import safe_set_full_grad
+        from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 
         self._close_window()
         if scale > 0:
             self.accumulators.flat.data.mul_(scale)
             for parameter, gradient in self.accumulators.gather():
-                if parameter is not self.scorer.tied:
-                    safe_set_full_grad(parameter, gradient)
+                _put(parameter, gradient, safe_set_full_grad, safe_set_local_grad)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.step()
-        self.accumulators.flat.release()
+        self.accumulators.release()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, each gathered for as long as it is looked at where ZeRO-3 keeps it in pieces."""
@@ -196,6 +232,7 @@ class CoreModel(CellModel):
     def memory(self) -> dict[str, int]:
         """Bytes held; DeepSpeed's copies of gradients count as gradients, master weights as optimizer."""
         sizes = super().memory()
+        sizes["weights"] += held(p.ds_tensor for p in self.parameters if hasattr(p, "ds_tensor"))
         groups = getattr(self._optimizer, "averaged_gradients", {}).values()
         sizes["gradients"] += held(t for group in groups if group for t in group if t is not None)
         inner = self._optimizer.optimizer
@@ -210,9 +247,9 @@ class CoreModel(CellModel):
         On a GPU everything else moves to CPU memory too; on a CPU it is there already.
         """
         if not keep_sum:
-            self.accumulators.flat.release()
+            self.accumulators.release()
         if self.device.type != "cpu" and self._parked is None:
-            roots = (self._engine, self._optimizer, self.accumulators.flat)
+            roots = (self._engine, self._optimizer, self.accumulators, self._reference, self.scorer.tied)
             self._parked = Parked(self.device.type, *roots)
             torch.cuda.empty_cache()
         trim_heap()

@@ -19,7 +19,7 @@ from gyre.checksum import checksum as checksum_of
 from gyre.config import Config
 from gyre.config_train import TimedTrainConfig
 from gyre.errors import InvariantBroken, UserError
-from gyre.training.gradients import Accumulators, square_sum
+from gyre.training.accumulators import Accumulators, square_sum
 from gyre.training.model import DTYPES, held
 from gyre.training.packing import MicroStep
 from gyre.training.pulling import Source

@@ -27,24 +27,25 @@ PATIENCE = 8.0  # seconds until a silent member is barred
 FEEDER = Path(__file__).with_name("feeder_program.py")
 
 
-def make_model(directory: Path, seed: int = 0, tied: bool = True) -> Path:
+def make_model(directory: Path, seed: int = 0, tied: bool = True, **sizes: int) -> Path:
     """A random Qwen3 of 50 thousand parameters, in float32."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+    }
+    shape = Qwen3Config(**usual | sizes)
     Qwen3ForCausalLM(shape).save_pretrained(directory)
     return directory
 

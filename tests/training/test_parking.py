@@ -2,7 +2,7 @@
 
 import torch
 
-from gyre.training.gradients import Accumulators, Flat, square_sum
+from gyre.training.accumulators import Accumulators, Flat, square_sum
 from gyre.training.parking import Parked, reachable
 
 
