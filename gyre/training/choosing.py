@@ -3,7 +3,7 @@
 A micro-step is made when one is claimed, of the rows that wait (those of groups that were taken before) and of as many
 further ready groups as it needs to be full, in their order. So groups are taken late. The longest row goes first, with
 what fills the budget best beside it; one that was passed over many times goes before it, so none starves. The last
-quarter, once no group is to come any more, is planned as a whole. A row of more than the budget goes alone, as soon as
+third, once no group is to come any more, is planned as a whole. A row of more than the budget goes alone, as soon as
 it is seen.
 
 Where all that is ready does not fill a micro-step, and groups are still to come, it is kept until they do: never more
@@ -24,7 +24,7 @@ from gyre.training.packing import Row
 Ready = Mapping[int, "list[Row] | None"]
 
 _WINDOW = 12  # budgets of rows that are looked at, at the most, for one micro-step
-_PLANNED = 1 / 4  # of an update's tokens that are planned as a whole, once no group is to come, at the most
+_PLANNED = 1 / 3  # of an update's tokens that are planned as a whole, once no group is to come, at the most
 _KEEP = 4  # budgets of rows that are kept waiting, at the most
 _PATIENCE = 16  # micro-steps that a row may be passed over
 
@@ -35,11 +35,9 @@ class Waiting:
 
     row: Row
     group: int
+    tokens: int
     taken: bool = False
     passed: int = 0  # micro-steps that were made without it since its group was taken
-
-    def __len__(self) -> int:
-        return len(self.row.sample)
 
 
 class Shelf:
@@ -81,7 +79,7 @@ class Shelf:
         pool, looked, untaken = list(self.waiting), [], iter(ready.items())
         best: list[Waiting] = []
         while True:
-            if alone := [w for w in pool if len(w) > self._budget][:1]:
+            if alone := [w for w in pool if w.tokens > self._budget][:1]:
                 return self._give(alone, looked)
             if len(self.taken) + len(looked) >= self.groups:
                 return self._planned(pool, looked)
@@ -100,21 +98,22 @@ class Shelf:
     def _rest(self, ready: Ready) -> tuple[list[Waiting], list[int]] | None:
         """All rows that are left and the groups they are of, where no group is to come and they are few."""
         missing = self.groups - len(self.taken)
-        if len(ready) < missing:
+        if len(ready) < missing or not self.taken:
             return None
-        pool, looked, tokens = list(self.waiting), [], _tokens(self.waiting)
+        pool, looked, total, tokens = list(self.waiting), [], self._tokens, _tokens(self.waiting)
         for group, rows in islice(ready.items(), missing):
-            if rows is None or tokens > min(_WINDOW * self._budget, (self._tokens + tokens) * _PLANNED):
+            if rows is None or tokens > min(_WINDOW * self._budget, total * _PLANNED):
                 return None
             looked.append(group)
             found = self._look(group, rows)
             pool += found
             tokens += _tokens(found)
+            total += _tokens(found)
         return pool, looked
 
     def _look(self, group: int, rows: list[Row]) -> list[Waiting]:
         if group not in self._looked or self._looked[group][0] is not rows:
-            self._looked[group] = rows, [Waiting(row, group) for row in rows]
+            self._looked[group] = rows, [Waiting(row, group, len(row.sample)) for row in rows]
         return self._looked[group][1]
 
     def _known(self, group: int, ready: Ready) -> bool:
@@ -125,9 +124,9 @@ class Shelf:
         """The best micro-step around the row that goes first."""
         if not pool:
             return []
-        first = max(pool, key=lambda w: (w.passed if w.passed >= _PATIENCE else 0, len(w)))
+        first = max(pool, key=lambda w: (w.passed if w.passed >= _PATIENCE else 0, w.tokens))
         others = [w for w in pool if w is not first]
-        beside = fill_up([len(w) for w in others], self._budget - len(first), SLACK)
+        beside = fill_up([w.tokens for w in others], self._budget - first.tokens, SLACK)
         return [first, *(others[i] for i in beside)]
 
     def _keeps(self, pool: Sequence[Waiting], looked: int) -> bool:
@@ -135,13 +134,13 @@ class Shelf:
         groups = len(self.taken) + looked
         if not pool:
             return True
-        seen = self._tokens + sum(len(w) for w in pool if not w.taken)
+        seen = self._tokens + _tokens([w for w in pool if not w.taken])
         coming = (self.groups - groups) * seen / groups
         return _tokens(pool) < min(_KEEP * self._budget, coming / 2)
 
     def _planned(self, pool: Sequence[Waiting], looked: Sequence[int]) -> tuple[list[Row], list[int]]:
         """The first micro-step of a plan for all that is left."""
-        plan = pack_all([len(w) for w in pool], self._budget)
+        plan = pack_all([w.tokens for w in pool], self._budget)
         self._plan = [[pool[i] for i in indices] for indices in reversed(plan)]
         return self._give(self._plan.pop() if self._plan else [], looked)
 
@@ -160,11 +159,11 @@ class Shelf:
             rows = self._looked.pop(group)[1]
             for waiting in rows:
                 waiting.taken = True
-            self._tokens += sum(len(w) for w in rows)
+            self._tokens += _tokens(rows)
             self.waiting += rows
             self.taken.append(group)
         return list(groups)
 
 
 def _tokens(rows: Sequence[Waiting]) -> int:
-    return sum(len(w) for w in rows)
+    return sum([w.tokens for w in rows])
