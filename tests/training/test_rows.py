@@ -9,12 +9,7 @@ import pytest
 from gyre.run_dir import RunDir
 from gyre.training.objectives import Objective
 from gyre.training.rows import rows_of, weighted
-from tests.training.cells import make_config as configured
-from tests.training.cells import make_sample
-
-
-def make_config(**train):
-    return configured(**{"averaging": None, "clip_ratio": None} | train)
+from tests.training.cells import make_config, make_sample
 
 
 def forked(n):
