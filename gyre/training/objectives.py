@@ -6,9 +6,9 @@ what it makes of the importance ratio
 
     r = p / q,  p the token's probability under the weights that are trained, q the one that its sampler recorded.
 
-The sampler's policy takes the place of the papers' old one: with one optimizer step for each group the weights that are
-differentiated are the ones that a batch starts from, and what separates them from the sampler's (staleness, rounding)
-is what the ratio has to correct. docs/objectives.md has the formulas side by side.
+The sampler's policy takes the place of the papers' old one: each group is in one optimizer step, so there is no third
+policy between the one that sampled and the one that is trained, and what separates the two (staleness, rounding) is
+what the ratio has to correct. docs/objectives.md has the formulas side by side.
 
 Torch is imported where it is needed, since the feeder reads an objective's choices and computes no loss.
 """
