@@ -94,6 +94,11 @@ class World:
         if cells > 1:
             await self._joined.wait()
         begun = time.perf_counter()
+        await self._feed()
+        answer, *_ = await asyncio.gather(*parts)
+        return {"wall": time.perf_counter() - begun, "micro_steps": answer["micro_steps"]}
+
+    async def _feed(self) -> None:
         for group in range(self._groups):
             executions = [2 * group, 2 * group + 1]
             for execution, score in zip(executions, (0.0, 1.0), strict=True):
@@ -101,8 +106,6 @@ class World:
                 self.run_dir.outcome(execution).write_text(json.dumps({"n": execution, "score": score}))
             number = self._update * self._groups + group
             await self._feeder.call("feed", WAIT, group=number, executions=executions)
-        answer, *_ = await asyncio.gather(*parts)
-        return {"wall": time.perf_counter() - begun, "micro_steps": answer["micro_steps"]}
 
     def _train(self, rank: int, members: list[int]) -> asyncio.Task[dict[str, Any]]:
         order = {"update": self._update, "position": rank, "generation": 1, "members": members}
