@@ -46,6 +46,10 @@ class ReduceFailed(GyreError):
     """A group could not be made, or a reduce on it failed or was called off; the group is dead, the sums are not."""
 
 
+class LinkFailed(GyreError):
+    """A neighbouring pipeline stage is gone, or a transfer with it was called off; the cell cannot go on."""
+
+
 class IllegalTransition(GyreError):
     """A cell was to enter a state that no transition leads to; the message carries the states before."""
 

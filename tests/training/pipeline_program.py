@@ -1,0 +1,133 @@
+"""One stage of a pipeline: what it is told follows from a seed; its sums are compared with the whole model's."""
+
+import contextlib
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from gyre.child import Endpoint
+from gyre.errors import LinkFailed
+from gyre.training.batch import Batch
+from gyre.training.links import connect
+from gyre.training.model import DTYPES, CellModel, reference_of
+from gyre.training.pipeline import Pipeline, Shape
+from gyre.training.stages import EMBEDDING, load_stage
+from tests.training.cells import make_config
+from tests.training.test_packed import step_of
+
+CPU = torch.device("cpu")
+LONGEST_PAUSE = 0.004
+
+
+def words_of(seed: int) -> list:
+    """What all stages are told: micro-steps of various sizes, and None for a drain, also where nothing is in flight."""
+    draw = random.Random(seed)
+    words: list = []
+    for number in range(1, draw.randint(1, 7) + 1):
+        lengths = [draw.randint(2, 24) for _ in range(draw.randint(1, 4))]
+        words += [(number, step_of(lengths, seed=1000 * seed + number))]
+        words += [None] * draw.choice([0, 0, 0, 1, 2])
+    return [*words, None]
+
+
+class Program:
+    """The operations."""
+
+    def __init__(self) -> None:
+        self.off = False
+
+    def build(self, model: str, stage: int, stages: int, port: int, name: str, dtype: str, **train) -> None:
+        """Build a stage of a model, and the whole of it to compare with; meet the others."""
+        config = make_config(stages=stages, **train)
+        self.stage, self.stages = stage, stages
+        cell = [load_stage(Path(model), DTYPES[dtype], CPU, True, *own) for own in ((stage, stages), (0, 1))]
+        self.runner, self.whole = (CellModel(each, config, CPU, None) for each in cell)
+        if config.train.kl:
+            self.runner._reference = reference_of(Path(model), config, CPU, stage)
+            self.whole._reference = reference_of(Path(model), make_config(**train), CPU, 0)
+        for each in (self.runner, self.whole):
+            each.accumulators.hook()
+        store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, None, is_master=False))
+        links = connect(store, stage, stages, CPU, "127.0.0.1", lambda: self.off)
+        shape = Shape(self.runner.scorer.hidden_size, DTYPES[dtype], 2 if config.train.kl else 1)
+        self.pipeline = Pipeline(self.runner, stage, stages, links, shape, CPU)
+
+    def run(self, seed: int, still: bool = False) -> dict:
+        """Carry the words of a seed out; how far the sums are from those of one process."""
+        draw = random.Random(f"{seed} {self.stage}")
+        self.runner.accumulators.begin()
+        done, most = [], 0
+        for word in words_of(seed):
+            if not still and draw.random() < 0.5:
+                time.sleep(draw.random() * LONGEST_PAUSE)
+            done += self.pipeline.drain() if word is None else self.pipeline.feed(word[0], Batch.of(word[1], CPU))
+            most = max(most, self.pipeline.in_flight)
+        if self.runner.shared is not None and self.tied():
+            for _ in range(2):  # the second changes nothing
+                self.pipeline.fold(self.runner.accumulators.piece(self.runner.shared))
+        return {"ids": [d.id for d in done], "most": most, **self.compare(seed, done)}
+
+    def tied(self) -> bool:
+        """Whether the matrix is on two stages."""
+        return self.stages > 1 and EMBEDDING in self.whole.names and "lm_head.weight" not in self.whole.names
+
+    def compare(self, seed: int, done: list) -> dict:
+        """The largest difference, by the largest element of each tensor; and the statistics."""
+        self.whole.accumulators.begin()
+        steps = [word[1] for word in words_of(seed) if word is not None]
+        known = [self.whole.compute(step) for step in steps]
+        wanted = dict(zip(self.whole.names, (g.clone() for _, g in self.whole.accumulators.gather()), strict=True))
+        found = dict(zip(self.runner.names, (g for _, g in self.runner.accumulators.gather()), strict=True))
+        # the first token of a sample sees itself alone, so that its query has no gradient
+        far = [float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-6)) for n in found]
+        if self.stage == self.stages - 1:
+            for one, other in zip(known, (d.statistics for d in done), strict=True):
+                far.append(abs(one.loss - other.loss) / (1 + abs(one.loss)))
+                far.append(abs(one.kl_reference - other.kl_reference) / (1 + one.kl_reference))
+        if self.runner.scorer.tied is not None:
+            far.append(float(self.runner.accumulators.aside.data.abs().max()))  # it has moved
+        return {"far": max(far), "names": self.runner.names}
+
+    def half(self) -> dict:
+        """Feed without end, until a neighbour fails; the error."""
+        self.runner.accumulators.begin()
+        step = step_of([9, 5], seed=1)
+        try:
+            for number in range(1, 10**6):
+                self.pipeline.feed(number, Batch.of(step, CPU))
+        except LinkFailed as error:
+            return {"error": str(error)}
+        return {"error": ""}
+
+    def wait(self, off: bool) -> dict:
+        """Wait for a neighbour that says nothing; `off` is what the wait is told when it asks."""
+        self.off = off
+        try:
+            self.pipeline.drain() if self.pipeline.in_flight else self.pipeline.feed(1, Batch.of(step_of([4]), CPU))
+            self.pipeline.drain()
+        except LinkFailed as error:
+            return {"error": str(error)}
+        return {"error": ""}
+
+    def die(self) -> None:
+        os._exit(9)
+
+
+def main() -> None:
+    """Entry point."""
+    endpoint, program = Endpoint(), Program()
+    torch.set_num_threads(1)
+    names = [name for name in dir(program) if not name.startswith("_") and callable(getattr(program, name))]
+    with contextlib.suppress(BrokenPipeError):
+        endpoint.serve({name: getattr(program, name) for name in names})
+
+
+if __name__ == "__main__":
+    main()
