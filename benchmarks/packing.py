@@ -12,7 +12,7 @@ so `possible` is the fill of the fewest micro-steps that could hold an update's 
 first-fit-decreasing on the full update, all of it known in advance. Asked: 0.97.
 
 The time is that of the processor for 100,000 such samples: all at once, and as updates, claim by claim, with and
-without laying them out for a trainer; beside them the same reference, whose search for room numpy does. Asked: under 2 s.
+without laying them out for a trainer; beside them the same reference, which searches for room with numpy. Asked: 2 s.
 """
 
 from __future__ import annotations

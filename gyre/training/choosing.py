@@ -3,8 +3,8 @@
 A micro-step is made when one is claimed, of the rows that wait (those of groups that were taken before) and of as many
 further ready groups as it needs to be full, in their order. So groups are taken late. The longest row goes first, with
 what fills the budget best beside it; one that was passed over many times goes before it, so none starves. The last
-third, once no group is to come any more, is planned as a whole. A row of more than the budget goes alone, as soon as
-it is seen.
+third, once no group is to come any more, is planned as a whole, in micro-steps of even size. A row of more than the
+budget goes alone, as soon as it is seen.
 
 Where all that is ready does not fill a micro-step, and groups are still to come, it is kept until they do: never more
 than some budgets of it, and never more than half of what is expected to come, since at the end of an update cells would
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from gyre.training.filling import SLACK, fill_up, pack_all
+from gyre.training.filling import SLACK, fill_up, pack_evenly
 from gyre.training.packing import Row
 
 Ready = Mapping[int, "list[Row] | None"]
@@ -140,7 +140,7 @@ class Shelf:
 
     def _planned(self, pool: Sequence[Waiting], looked: Sequence[int]) -> tuple[list[Row], list[int]]:
         """The first micro-step of a plan for all that is left."""
-        plan = pack_all([w.tokens for w in pool], self._budget)
+        plan = pack_evenly([w.tokens for w in pool], self._budget)
         self._plan = [[pool[i] for i in indices] for indices in reversed(plan)]
         return self._give(self._plan.pop() if self._plan else [], looked)
 

@@ -8,6 +8,7 @@ Gupta and Ho, 1999.)
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 SLACK = 4
 _WINDOW = 4, 24  # budgets, and samples, that are looked at together at the least where there are very many
 _SMALL = 64  # budgets of samples up to which several ways are tried
+_MORE = 1.0, 1.02, 1.05, 1.1, 1.2  # of the size of even micro-steps that is tried
 _WAYS = (0.0005, 0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08)  # parts of the budget that may stay empty
 
 
@@ -68,6 +70,16 @@ def pack_all(lengths: Sequence[int], budget: int) -> list[list[int]]:
     best = best or []
     best.sort(key=lambda indices: -sum(lengths[i] for i in indices))
     return alone + best
+
+
+def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """The same, of as even a size as costs no further micro-step: cells that share them end sooner."""
+    packed = pack_all(lengths, budget)
+    even = sum(lengths) / max(len(packed), 1)
+    for more in _MORE:
+        if even * more < budget and len(found := pack_all(lengths, math.ceil(even * more))) <= len(packed):
+            return found
+    return packed
 
 
 def _pack(

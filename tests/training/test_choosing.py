@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.training.choosing import Shelf
-from gyre.training.filling import SLACK, fill_up, pack_all
+from gyre.training.filling import SLACK, fill_up, pack_all, pack_evenly
 from gyre.training.packing import Row
 from gyre.trajectories.sample import Sample
 
@@ -73,6 +73,20 @@ def test_all_are_packed_once_within_the_budget(lengths):
     small = [size for size in sizes if size <= BUDGET]
     slackest = sorted(small)[:2]
     assert len(slackest) < 2 or sum(slackest) > BUDGET * 0.9  # no two of them would have gone together
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 120), max_size=40))
+def test_even_micro_steps_are_no_more_and_no_larger(lengths):
+    packed, even = pack_all(lengths, BUDGET), pack_evenly(lengths, BUDGET)
+    assert sorted(i for step in even for i in step) == list(range(len(lengths)))
+    sizes = [[sum(lengths[i] for i in step) for step in steps] for steps in (packed, even)]
+    assert len(even) <= len(packed) and max(sizes[1], default=0) <= max(sizes[0], default=0)
+    assert all(size <= BUDGET or len(step) == 1 for size, step in zip(sizes[1], even, strict=True))
+
+
+def test_two_cells_share_what_is_left_evenly():
+    assert [sum([10] * len(step)) for step in pack_evenly([10] * 16, BUDGET)] == [80, 80]
 
 
 def test_many_are_packed_too():
