@@ -71,17 +71,30 @@ def resolve(path: str, progress: Progress = lambda what, done: None, root: Path 
     check(path, root)
     if not path.startswith("gyre:"):
         return _local(path, root)
-    version, make = _RECIPES[path]
-    name = f"{path.removeprefix('gyre:')}-v{version}"
-    final = cache_directory() / name
+    _, make = _RECIPES[path]
+    final = _made(path)
     if final.is_dir():
         return final
-    with _making(name) as temporary:
+    with _making(final.name) as temporary:
         if not final.is_dir():  # another process may have made it while this one waited
             make(temporary, progress)
             os.rename(temporary, final)
     progress(f"{path} is in {final}", 1.0)
     return final
+
+
+def layers(path: str, root: Path | str | None = None) -> int | None:
+    """How many layers a model has; None where its directory is not made yet, or does not say."""
+    directory = _made(path) if path.startswith("gyre:") else _local(path, root)
+    try:
+        return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _made(path: str) -> Path:
+    """Where one of Gyre's own models is, or will be."""
+    return cache_directory() / f"{path.removeprefix('gyre:')}-v{_RECIPES[path][0]}"
 
 
 def _local(path: str, root: Path | str | None) -> Path:

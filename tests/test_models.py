@@ -36,6 +36,16 @@ def test_tiny_is_small_and_complete(tiny):
     assert models.parameters(tiny) == {"layers": 2, "kv_heads": 2, "head_dim": 32}
 
 
+def test_layers_are_known_once_a_model_is_there(tiny, tmp_path, monkeypatch):
+    assert models.layers(str(tiny)) == 2
+    monkeypatch.setenv("GYRE_CACHE", str(tiny.parent.parent))
+    assert models.layers("gyre:tiny") == 2
+    monkeypatch.setenv("GYRE_CACHE", str(tmp_path))
+    assert models.layers("gyre:tiny") is None
+    (tmp_path / "config.json").write_text("[]")
+    assert models.layers(str(tmp_path)) is None
+
+
 def test_tiny_is_the_same_everywhere(tiny, tmp_path):
     env = {**os.environ, "GYRE_CACHE": str(tmp_path)}
     made = [sys.executable, "-c", "import torch; torch.manual_seed(7); import gyre.models as m; m.resolve('gyre:tiny')"]

@@ -39,6 +39,7 @@ def before_start(config: Config, cluster: str) -> None:
         UserError: for the first thing that is wrong.
     """
     models.check(config.model.path, config.root)
+    stages(config)
     load_tasks(task_file(config))
     if config.answers is not None:
         read_script(config.answers)
@@ -51,6 +52,13 @@ def before_start(config: Config, cluster: str) -> None:
         local_gpus(config)
         if config.network.interface:
             node.interface_address(config.network.interface)
+
+
+def stages(config: Config) -> None:
+    """Check that there are layers for every pipeline stage, where the model is here already."""
+    layers = models.layers(config.model.path, config.root)
+    if layers is not None and config.train.stages > layers:
+        raise UserError(f"train.stages ({config.train.stages}) must be at most the model's layers ({layers})")
 
 
 # -- the harness -----------------------------------------------------------------------------------------------------

@@ -71,6 +71,16 @@ def test_configuration(tmp_path, change, words):
     refused(*run(tmp_path, data), *words)
 
 
+def test_more_stages_than_layers(tmp_path):
+    data = settings(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"num_hidden_layers": 4}')
+    (model / "model.safetensors").touch()
+    data["model"]["path"] = "model"  # from where the command was typed
+    refused(*run(tmp_path, data, "train.stages=5"), "train.stages (5) must be at most the model's layers (4)")
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
