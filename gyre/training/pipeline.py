@@ -79,6 +79,7 @@ class Pipeline:
         self._shape = shape
         self._device = torch.device(device)
         self._flying: deque[_Flying] = deque()
+        self._folded = True  # nothing was fed since the last fold
 
     @property
     def in_flight(self) -> int:
@@ -91,6 +92,7 @@ class Pipeline:
         Raises:
             LinkFailed: a neighbour is gone, or the wait for it was called off; the pipeline is of no use any more.
         """
+        self._folded = False
         self._flying.append(self._forward(id, batch))
         return self._back(going_back(len(self._flying), self._stage, self._stages, draining=False))
 
@@ -143,14 +145,15 @@ class Pipeline:
     def fold(self, share: torch.Tensor) -> None:
         """Move the last stage's sum of a tied matrix's gradients into the first stage's; both must do it, drained.
 
-        `share` is this worker's part of that sum, flat; the last stage's is zero afterwards, so that a second call
-        changes nothing.
+        `share` is this worker's part of that sum, flat; the last stage's is zero afterwards. Where nothing was
+        fed since the last time, there is nothing to do.
 
         Raises:
             LinkFailed: the other one is gone, or the wait for it was called off.
         """
-        if self._links.ends is None:
+        if self._folded or self._links.ends is None:
             return
+        self._folded = True
         if self._stage == 0:
             self._links.ends.back.add_pieces(share)
         else:
