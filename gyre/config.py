@@ -260,6 +260,9 @@ class NetworkConfig(Section):
         description="First port of what is served between nodes, 16 a rank; 0 lets the system choose free ones.",
     )
     interface: str | None = Field(None, description="Network interface between ranks; null finds one by its routes.")
+    weights: Literal["auto", "socket", "nixl"] = Field(
+        "auto", description="How weights go between hosts; auto takes NIXL where it and a device for RDMA are there."
+    )
     scratch: str | None = Field(None, description="Node-local directory; null takes $SLURM_TMPDIR, $TMPDIR or /tmp.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds in which every rank must have reported.")
     alive_timeout: float = Field(30.0, gt=0, description="Seconds of silence after which a rank counts as lost.")

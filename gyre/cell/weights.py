@@ -17,7 +17,13 @@ async def load_snapshot(context: RankContext, engine: EngineProcess, snapshot: i
         WeightsMismatch: the engine holds other weights than were announced.
     """
     pulled = await asyncio.to_thread(
-        snapshots.pull, context.store.clone(), snapshot, context.scratch, context.secret, context.address
+        snapshots.pull,
+        context.store.clone(),
+        snapshot,
+        context.scratch,
+        context.secret,
+        context.address,
+        how=context.config.network.weights,
     )
     with pulled as local:
         answer = await engine.load(str(local.path), local.checksum, snapshot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,12 @@ import torch
 
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
+from gyre.training import nixl_transport
 from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
 from gyre.training.slots import SHARED, Announcement, Place, mapped, metadata_of, places_of, pwrite
 from gyre.training.transports import Shared, Socket, Transport
+
+log = logging.getLogger(__name__)
 
 _MADV_HUGEPAGE = 14
 _WORTH_HUGE_PAGES = 8 << 20
@@ -177,9 +181,11 @@ class Pulled(Source):
         return mapped(self._file.descriptor)
 
 
-def reach(word: str, secret: str, address: str, file: Path | str | None = None, timeout: float = 120.0) -> Source:
+def reach(
+    word: str, secret: str, address: str, file: Path | str | None = None, how: str = "auto", timeout: float = 120.0
+) -> Source:
     """A snapshot to copy from, of the `word` that announced it: its `file` where somebody here has pulled it, the slot
-    where the core is on this host (`address`), else the weight server.
+    where the core is on this host (`address`), else the weight server, over what `how` says (`network.weights`).
 
     Raises:
         WeightsMismatch: it has been recycled, or is not what was announced.
@@ -188,7 +194,7 @@ def reach(word: str, secret: str, address: str, file: Path | str | None = None, 
     if file is not None:
         way: Transport = Shared(os.open(file, os.O_RDONLY))
     else:
-        way = _transport(announcement, secret, address, timeout)
+        way = _transport(announcement, secret, address, how, timeout)
     return _closing(way, lambda way: Source(announcement, way))
 
 
@@ -200,6 +206,7 @@ def pull(
     address: str,
     timeout: float = 120.0,
     verify: bool = False,
+    how: str = "auto",
 ) -> Pulled:
     """A snapshot as a file: the slot where the core is on this host (`address`), else a copy of it, verified.
 
@@ -210,7 +217,7 @@ def pull(
         WeightsMismatch: it was not announced in time, has been recycled, or is not what was announced.
     """
     announcement = _find(store, snapshot, timeout)
-    transport = _transport(announcement, secret, address, timeout)
+    transport = _transport(announcement, secret, address, how, timeout)
     if isinstance(transport, Shared):
         pulled = _closing(transport, lambda slot: Pulled(announcement, slot, Path(announcement.path), copied=False))
         if verify:
@@ -235,10 +242,18 @@ def _closing(thing: _Thing, use: Callable[[_Thing], _Out]) -> _Out:
         raise
 
 
-def _transport(announcement: Announcement, secret: str, address: str, timeout: float) -> Transport:
-    """The best way that both ends have."""
-    shared = Shared.reach(announcement) if announcement.node == address else None
-    return shared or Socket(announcement, secret, timeout)
+def _transport(announcement: Announcement, secret: str, address: str, how: str, timeout: float) -> Transport:
+    """The best way that both ends have; between hosts `how` says: auto, socket or nixl."""
+    if announcement.node == address and (shared := Shared.reach(announcement)) is not None:
+        return shared
+    if how == "nixl":
+        return nixl_transport.Nixl(announcement, secret, timeout)
+    if how == "auto" and nixl_transport.worth_it():
+        try:
+            return nixl_transport.Nixl(announcement, secret, timeout)
+        except WeightsMismatch as error:
+            log.warning("%s; over a socket then", error)
+    return Socket(announcement, secret, timeout)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ read under its shared lock only while a range of it is sent, and a reader that d
 connection, so that no slot is held for ever. A slot that was recycled in between is not found by its next request.
 
     GET /snapshot/<snapshot>/<generation>      Authorization: Bearer <secret>      Range: bytes=<first>-<last>
-    206, and the bytes; 401 without the secret, 404 where no slot has it (any more), 416 where it has no such bytes
+    GET /lend/<snapshot>/<generation>          to be read over NIXL (`gyre.training.nixl_transport`)
+    206 or 200; 401 without the secret, 404 where no slot has it (any more), 416 where it has no such bytes
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import json
 import os
 import re
 import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from gyre.child import Endpoint
 from gyre.errors import WeightsMismatch
+from gyre.training import nixl_transport
+from gyre.training.nixl_transport import Lender
 from gyre.training.pulling import Pulled, Source, pull, reach
 from gyre.training.slots import SHARED, Announcement, metadata_of, read_header, remove_shared, shared_prefix
 from gyre.training.transports import time_value
@@ -32,6 +37,7 @@ __all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach", "remov
 _STALL_SECONDS = 30.0
 _LEG = 64 << 20  # bytes that a reader must take within _STALL_SECONDS
 _CALL = 4 << 20
+_LOAN_SECONDS = 120.0
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
@@ -52,6 +58,7 @@ class Server:
                 """Keep quiet: a line per pull is nobody's interest."""
 
         self._prefix = prefix
+        self._lender = Lender()
         self._authorization = f"Bearer {secret}".encode()
         self._stall = stall
         self._server = ThreadingHTTPServer((address, port), Handler)
@@ -73,9 +80,13 @@ class Server:
             return request.send_error(401)
         _, kind, *wanted = request.path.split("/")
         wanted_range = _RANGE.fullmatch(request.headers.get("Range", ""))
-        if kind != "snapshot" or len(wanted) != 2 or (descriptor := self._open(wanted)) is None:
+        if kind == "lend" and not nixl_transport.installed():
+            return request.send_error(501, "NIXL is not installed at the core")
+        if kind not in ("snapshot", "lend") or len(wanted) != 2 or (descriptor := self._open(wanted)) is None:
             return request.send_error(404)
         try:
+            if kind == "lend":
+                return self._lend(request, descriptor)
             size = os.fstat(descriptor).st_size
             first, last = map(int, wanted_range.groups()) if wanted_range else (0, -1)
             if not first <= last < size:
@@ -90,6 +101,18 @@ class Server:
             request.close_connection = True  # the reader left, or does not read
         finally:
             os.close(descriptor)
+
+    def _lend(self, request: BaseHTTPRequestHandler, descriptor: int) -> None:
+        """Lend a slot, whose lock is held, until the reader closes the connection or time is over."""
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        body = json.dumps(self._lender.lend(path)).encode()
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+        request.close_connection = True
+        request.connection.settimeout(_LOAN_SECONDS)
+        request.connection.recv(1)
 
     def _send(self, connection: socket.socket, descriptor: int, begin: int, end: int) -> None:
         """Send part of a file, from the page cache to the socket.

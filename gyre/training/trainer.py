@@ -190,7 +190,8 @@ class Trainer:
         if self._config.shards == 1:
             self._crew.order("load", word=word, secret=self._secret)
         else:  # shards want the same tensors: they come to this host once
-            with snapshots.pull(self._store, snapshot, self._scratch, self._secret, self._address) as pulled:
+            how = self._config.network.weights
+            with snapshots.pull(self._store, snapshot, self._scratch, self._secret, self._address, how=how) as pulled:
                 self._crew.order("load", word=word, secret=self._secret, file=str(pulled.path))
         self._snapshot = snapshot
         return True

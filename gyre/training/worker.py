@@ -103,7 +103,7 @@ class Worker:
         Raises:
             WeightsMismatch: they do not fit the model, or are not what was announced.
         """
-        with reach(word, secret, self._address, file) as source:
+        with reach(word, secret, self._address, file, self.config.network.weights) as source:
             self.model.load(source)
 
     def fill(self, path: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Worker:
     def refresh(self, word: str, secret: str) -> None:
         """Take the copy of a tied embedding out of the snapshot that `word` announced, where this stage has one."""
         if self.config.train.stages > 1 and self.model.scorer.tied is not None:
-            with reach(word, secret, self._address) as source:
+            with reach(word, secret, self._address, how=self.config.network.weights) as source:
                 source.copy_into({EMBEDDING: self.model.scorer.tied.data})
 
     def save(self, directory: str, tag: str) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.checksum import checksum
-from gyre.errors import WeightsMismatch
+from gyre.errors import UserError, WeightsMismatch
+from gyre.training import nixl_transport
 from gyre.training.digest import ROW, hashed, raw, rows_of, sum_rows
 from gyre.training.pulling import _batches, reach
 from gyre.training.slots import SHARED, Filled, Place, Slots, Spec, fill, shared_prefix
@@ -284,6 +285,34 @@ def test_a_server_that_does_not_answer_is_given_up(world):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(WeightsMismatch, match=r"nothing came in 0.2 s"):
             world.reach(url=f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
+
+
+def test_nixl_is_taken_where_it_is_worth_it_and_a_socket_where_that_fails(world, monkeypatch):
+    wanted = weights(8, 10)
+    world.write(0, wanted)
+    tried = []
+
+    def fails(announcement, secret, timeout):
+        tried.append(announcement.snapshot)
+        raise WeightsMismatch("501")
+
+    monkeypatch.setattr(nixl_transport, "Nixl", fails)
+    monkeypatch.setattr(nixl_transport, "worth_it", lambda: True)
+    for how, fell_back in (("auto", True), ("socket", False)):
+        own, before = empty(wanted), len(tried)
+        with reach(world.word(), SECRET, "elsewhere", how=how) as source:
+            source.copy_into(own)
+        assert equal(own, wanted) and len(tried) == before + fell_back
+    with pytest.raises(WeightsMismatch, match="501"):
+        reach(world.word(), SECRET, "elsewhere", how="nixl")
+    assert reach(world.word(), SECRET, "here", how="nixl").snapshot == 0  # on one host there is something better
+
+
+def test_nixl_that_is_not_installed_is_said_in_a_line(world, monkeypatch):
+    world.write(0, weights(8, 10))
+    monkeypatch.setattr(nixl_transport, "installed", lambda: False)
+    with pytest.raises(UserError, match="network.weights is nixl, which is not installed here"):
+        reach(world.word(), SECRET, "elsewhere", how="nixl")
 
 
 def test_strangers_and_senseless_ranges_are_refused(world):
