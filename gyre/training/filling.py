@@ -16,7 +16,7 @@ from collections.abc import Sequence
 SLACK = 4
 _WINDOW = 4, 24  # budgets, and samples, that are looked at together at the least where there are very many
 _SMALL = 64  # budgets of samples up to which several ways are tried
-_MORE = 1.0, 1.02, 1.05, 1.1, 1.2  # of the size of even micro-steps that is tried
+_MORE = 1.0, 1.02, 1.08  # times the size of even micro-steps: budgets that are tried for them, in a few ways each
 _WAYS = (0.0005, 0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08)  # parts of the budget that may stay empty
 
 
@@ -48,12 +48,12 @@ def _fill(lengths: Sequence[int], room: int, slack: int) -> list[int]:
     return chosen
 
 
-def pack_all(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_all(lengths: Sequence[int], budget: int, ways: Sequence[float] = _WAYS) -> list[list[int]]:
     """All lengths in micro-steps of at most `budget`, as indices; a longer one is alone in its own.
 
     The micro-steps come in descending size, so that cells that share them end at about the same time. Where there are
-    few, several ways are tried until one needs as few as the tokens allow. The time is that of the number of lengths
-    times the tokens of some budgets, whatever their order.
+    few, several `ways` (parts of the budget that may stay empty) are tried until one needs as few as the tokens allow.
+    The time goes by the number of lengths: only so many of them are looked at together.
     """
     alone = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i] > budget]
     rest = [i for i in range(len(lengths)) if lengths[i] <= budget]
@@ -61,7 +61,7 @@ def pack_all(lengths: Sequence[int], budget: int) -> list[list[int]]:
     many = total > _SMALL * budget
     window = (_WINDOW[0] * budget, _WINDOW[1]) if many else (total, len(rest))
     best: list[list[int]] | None = None
-    for way in _WAYS:
+    for way in ways:
         made = _pack(lengths, rest, budget, window, int(way * budget))
         if best is None or len(made) < len(best):
             best = made
@@ -77,7 +77,7 @@ def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
     packed = pack_all(lengths, budget)
     even = sum(lengths) / max(len(packed), 1)
     for more in _MORE:
-        if even * more < budget and len(found := pack_all(lengths, math.ceil(even * more))) <= len(packed):
+        if even * more < budget and len(found := pack_all(lengths, math.ceil(even * more), _WAYS[:2])) <= len(packed):
             return found
     return packed
 
