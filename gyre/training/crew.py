@@ -226,6 +226,7 @@ class Crew:
         Raises:
             ReduceFailed: one of the workers' groups failed, or the reduce was called off.
         """
+        self._fold()
         waiting = deque(self._links)
         failures: list[ReduceFailed] = []
 
@@ -261,6 +262,11 @@ class Crew:
         if failures:
             raise failures[0]
 
+    def _fold(self) -> None:
+        """Sums that belong together are on one stage; doing it again adds nothing."""
+        if self._stages > 1:
+            self.order("fold")
+
     def accept(self) -> None:
         """The total of the last reduce is the sum now."""
         self.order("accept")
@@ -275,6 +281,7 @@ class Crew:
 
         A scale of 0 says that there was nothing to learn from; then no step is taken.
         """
+        self._fold()
         norm = 0.0
         if scale > 0:
             norm = math.sqrt(sum(answer["square_sum"] for answer in self.order("square_sum"))) * scale

@@ -54,6 +54,13 @@ def split(layers: Sequence[int], first: int, last: int, stages: int) -> list[tup
     return list(zip(cuts, cuts[1:], strict=False))
 
 
+def has_tied_embeddings(directory: Path) -> bool:
+    """Whether the model of a directory makes its logits with the matrix that embeds tokens."""
+    from transformers import AutoConfig
+
+    return bool(AutoConfig.from_pretrained(directory).tie_word_embeddings)
+
+
 class TiedHead(nn.Module):
     """Makes logits with a matrix that is no parameter."""
 

@@ -23,13 +23,16 @@ from gyre.errors import ReduceFailed
 from gyre.faults import fault
 from gyre.run_dir import RunDir
 from gyre.store import Store
+from gyre.training.batch import Batch
 from gyre.training.core import CoreModel, begin_world
 from gyre.training.gradients import Groups, reduce_to_root
-from gyre.training.model import SatelliteModel, trim_heap
+from gyre.training.links import connect
+from gyre.training.model import DTYPES, SatelliteModel, trim_heap, trimmed
 from gyre.training.packing import MicroStep
+from gyre.training.pipeline import Done, Pipeline, Shape
 from gyre.training.pulling import reach
 from gyre.training.slots import fill
-from gyre.training.stages import EMBEDDING
+from gyre.training.stages import EMBEDDING, has_tied_embeddings
 from gyre.training.timed import TimedCore, TimedSatellite
 
 log = logging.getLogger(__name__)
@@ -78,14 +81,27 @@ class Worker:
             _GROUP_TIMEOUT,
         )
         self.model = self._build(Path(start.model), Path(start.weights))
+        self._pipeline: Pipeline | None = None
+        self._tied = False
+        if train.stages > 1:
+            self._join_pipeline(meeting, Path(start.model))
 
     def _build(self, model: Path, weights: Path) -> CoreModel | SatelliteModel | TimedCore | TimedSatellite:
         config = self.config
         if config.train.kind == "timed":
             return TimedCore(weights, config) if self._core else TimedSatellite(model, config)
         if self._core:
-            return CoreModel(weights, config, self._device, self.stage)
+            return CoreModel(weights, config, self._device, self.stage, model)
         return SatelliteModel(model, config, self._device, self.stage)
+
+    def _join_pipeline(self, meeting: dist.Store, model: Path) -> None:
+        """Link this stage with its neighbours."""
+        stages, lanes = self.config.train.stages, 2 if self.config.train.kl else 1
+        store = dist.PrefixStore(f"links/{self.shard}", meeting)
+        links = connect(store, self.stage, stages, self._device, "127.0.0.1")  # a cell is on one host
+        shape = Shape(self.model.scorer.hidden_size, DTYPES[self.config.model.dtype], lanes)
+        self._pipeline = Pipeline(self.model, self.stage, stages, links, shape, self._device)
+        self._tied = has_tied_embeddings(model)
 
     # -- weights -----------------------------------------------------------------------------------------------------
     def specs(self) -> dict[str, Any]:
@@ -141,11 +157,19 @@ class Worker:
         """Compute a micro-step: {"done": [[id, statistics or None], ...]}."""
         if self.number:
             fault(f"update:{self._update}:claimed", self.rank, self.number)
-        return {"done": [[step.id, asdict(self.model.compute(step))]]}
+        if self._pipeline is None:
+            return {"done": [[step.id, asdict(self.model.compute(step))]]}
+        with trimmed():
+            return _told(self._pipeline.feed(step.id, Batch.of(step, self._device)))
 
     def drain(self) -> dict[str, Any]:
         """Finish what is in flight."""
-        return {"done": []}
+        return _told([] if self._pipeline is None else self._pipeline.drain())
+
+    def fold(self) -> None:
+        """Bring the two sums of tied embeddings that are on two stages together, on the first one."""
+        if self._pipeline is not None and self._tied and self.model.shared is not None:
+            self._pipeline.fold(self.model.accumulators.piece(self.model.shared))
 
     def groups(self, group: str, ranks: list[int]) -> dict[str, Any]:
         """Build the groups of all prefixes of `ranks` that this cell is in; {"failed": why, or None}."""
@@ -213,3 +237,7 @@ class Worker:
 
     def _tag(self, tag: str) -> str:
         return tag if self.config.train.stages == 1 else f"{tag}/stage{self.stage}"
+
+
+def _told(done: Sequence[Done]) -> dict[str, Any]:
+    return {"done": [[id, None if known is None else asdict(known)] for id, known in done]}

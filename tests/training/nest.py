@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import runpy
@@ -157,6 +158,7 @@ def serve(client: socket.socket) -> None:
 def main() -> None:
     """Entry point."""
     die_with_parent()
+    faulthandler.register(signal.SIGUSR1)  # where a fork hangs, for whoever looks into it
     for name in _IMPORTS:
         __import__(name)
     import torch

@@ -32,19 +32,19 @@ SUSPENSION = "join suspension alone suspension join"
 DEATH = "join death join alone join"
 COMBINATIONS = [
     Combination("stages 2, join", JOIN, {"stages": 2}),
-    Combination("stages 2, zero 3, suspension", SUSPENSION, {"stages": 2, "zero_stage": 3}),
+    Combination("stages 2, untied, suspension", SUSPENSION, {"stages": 2}, tied=False),
     Combination("stages 2, offload, death", DEATH, {"stages": 2, "offload_optimizer": True}),
     Combination("shards 2, join", JOIN, {"shards": 2}),
     Combination("shards 2, zero 3, suspension", SUSPENSION, {"shards": 2, "zero_stage": 3}, short=True),
     Combination("shards 2, offload, death", DEATH, {"shards": 2, "offload_optimizer": True}, short=True),
     Combination("shards 2, zero 3, offload, join", JOIN, {"shards": 2, "zero_stage": 3, "offload_optimizer": True}),
     Combination("stages 2, shards 2, join", JOIN, {"stages": 2, "shards": 2}, short=True),
-    Combination("stages 2, shards 2, zero 3, death", DEATH, {"stages": 2, "shards": 2, "zero_stage": 3}),
-    Combination("stages 2, shards 2, untied, suspension", SUSPENSION, {"stages": 2, "shards": 2}, tied=False),
+    Combination("stages 2, shards 2, suspension", SUSPENSION, {"stages": 2, "shards": 2}),
+    Combination("stages 2, shards 2, offload, death", DEATH, {"stages": 2, "shards": 2, "offload_optimizer": True}),
     Combination("one worker, offload, join", JOIN, {"offload_optimizer": True}),
     Combination("one worker, zero 3, suspension", SUSPENSION, {"zero_stage": 3}),
     Combination(
-        "several updates a batch, stages 2, shards 2", JOIN, {"stages": 2, "shards": 2, "updates_per_batch": 5}
+        "several updates a batch, stages 2, shards 2", JOIN, {"stages": 2, "shards": 2, "updates_per_batch": 4}
     ),
 ]
 
