@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -14,20 +15,44 @@ from safetensors.torch import save_file
 
 from gyre.child import Endpoint
 from gyre.training.accumulators import Accumulators
-from gyre.training.core import CoreModel, begin_world
+from gyre.training.batch import Batch
+from gyre.training.core import CoreModel, begin_world, deepspeed_config
 from gyre.training.model import SatelliteModel
-from gyre.training.packing import blank
+from gyre.training.objectives import Objective, objective_loss
+from gyre.training.packing import MicroStep, blank
 from gyre.training.stages import load_stage
 from tests.training.cells import make_config
 from tests.training.test_packed import step_of
 
 CPU = torch.device("cpu")
 UPDATES, LR, CLIP = 5, 1e-3, 0.5
+EVEN = 8  # micro-steps of an update in bf16
 
 
 def micro_steps(update: int) -> list:
     """Five micro-steps of an update, a function of its number alone."""
     return [step_of([5 + i, 9, 3 + 2 * i], seed=10 * update + i) for i in range(5)]
+
+
+def even_steps(update: int) -> list:
+    """Micro-steps of weight 1 each, to the last bit: 16 trained tokens of weight 1/16."""
+    steps = [step_of([20 + i, 30 - i], seed=100 * update + i) for i in range(EVEN)]
+    return [
+        MicroStep(
+            s.id,
+            s.tokens,
+            s.starts,
+            s.place[:16],
+            *(a[:16] for a in floats(s)[:2]),
+            np.full(16, 1 / 16, "f4"),
+            floats(s)[3][:16],
+        )
+        for s in steps
+    ]
+
+
+def floats(step: MicroStep) -> tuple:
+    return step.logprobs, step.advantages, step.weights, step.temperatures
 
 
 def total(number: float) -> float:
@@ -104,22 +129,82 @@ class Program:
     def build(self, model: str, dtype: str, train: dict) -> None:
         config = make_config(shards=self.shards, **train)
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        self.core = CoreModel(Path(model), config, CPU)
+        self.core = CoreModel(Path(model), config, CPU, initial=Path(model))
 
-    def train(self, first: int, last: int, blanks: bool = False) -> dict:
-        """Updates of the core; the norms before clipping."""
-        norms = []
+    def train(self, first: int, last: int, even: bool = False, clip: float = CLIP) -> dict:
+        """Updates of the core; the norms before clipping and the KL divergences."""
+        norms, divergences = [], []
         for update in range(first, last + 1):
-            steps, weight = micro_steps(update), 0.0
-            steps += [blank()] * (-len(steps) % self.shards)
+            steps, weight, divergence = self._own(even_steps(update) if even else micro_steps(update)), 0.0, 0.0
             self.core.accumulators.begin()
-            for step in steps[self.shard :: self.shards]:
-                weight += self.core.compute(step).weight
+            for step in steps:
+                statistics = self.core.compute(step)
+                weight += statistics.weight
+                divergence += statistics.kl_reference if step.id else 0.0  # nobody asks for a blank's
             weight = total(weight)
             norm = math.sqrt(total(self.core.square_sum())) / weight
+            self.core.step(min(1.0, clip / norm) / weight, LR)
             norms.append(norm)
-            self.core.step(min(1.0, CLIP / norm) / weight, LR)
-        return {"norms": norms}
+            divergences.append(total(divergence))
+        return {"norms": norms, "divergences": divergences}
+
+    def _own(self, steps: list) -> list:
+        steps = steps + [blank()] * (-len(steps) % self.shards)
+        return steps[self.shard :: self.shards]
+
+    def masters(self, file: str) -> None:
+        """The fp32 weights that the optimizer keeps."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = {
+            n: safe_get_full_fp32_param(p).clone() for n, p in zip(self.core.names, self.core.parameters, strict=True)
+        }
+        if self.shard == 0:
+            save_file(found, file)
+
+    def plain(self, model: str, file: str, updates: int) -> None:
+        """Updates in bf16 by DeepSpeed with its own accumulation; writes its fp32 weights."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        config = make_config()
+        stage = load_stage(Path(model), torch.bfloat16, CPU, True)
+        buffers = [(module, dict(module._buffers)) for module in stage.modules()]
+        options = deepspeed_config(config, CPU) | {"bf16": {"enabled": True}, "gradient_accumulation_steps": EVEN}
+        options["optimizer"]["params"]["lr"] = LR
+        engine, *_ = deepspeed.initialize(model=stage, config=options, dist_init_required=False)
+        for module, before in buffers:
+            module._buffers.update(before)
+        for update in range(1, updates + 1):
+            for step in even_steps(update):
+                batch = Batch.of(step, CPU)
+                loss, _ = objective_loss(Objective.of(config.train), *engine(batch), batch)
+                engine.backward(loss)  # divided by the number of micro-steps, which is the total weight
+                engine.step()
+        save_file({n: safe_get_full_fp32_param(p).clone() for n, p in stage.weights()}, file)
+
+    def overlapped(self, model: str, train: dict) -> dict:
+        """Sums with three micro-steps in flight at a time, as in a pipeline, against one at a time."""
+        satellite = SatelliteModel(Path(model), make_config(shards=self.shards, **train), CPU)
+        satellite.load(Source({name: tensor.clone() for name, tensor in self.core.named()}))
+        batches = [Batch.of(step, CPU) for step in self._own(micro_steps(7) + micro_steps(8))]
+        answer = {}
+        for name, each in {"core": self.core, "satellite": satellite}.items():
+            sums = []
+            for flying in (1, 3):
+                each.accumulators.begin()
+                outputs: list = []
+                for batch in batches:
+                    outputs.append(each.forward(batch)[0])
+                    if len(outputs) == flying:
+                        each.backward(outputs.pop(0))
+                for output in outputs:
+                    each.backward(output)
+                sums.append(each.accumulators.flat.data.clone())
+            answer[name] = float((sums[0] - sums[1]).abs().max() / sums[0].abs().max())
+            each.accumulators.release()
+        satellite.park()
+        return answer
 
     def weights(self, file: str) -> None:
         found = {name: tensor.clone() for name, tensor in self.core.named()}
@@ -141,8 +226,7 @@ class Program:
         config = make_config(shards=self.shards, **train)
         satellite = SatelliteModel(Path(model), config, CPU)
         weights = {name: tensor.clone() for name, tensor in self.core.named()}
-        steps = micro_steps(99)
-        steps += [blank()] * (-len(steps) % self.shards)
+        steps = self._own(micro_steps(99))
         answer = {}
         for _ in range(2):
             satellite.load(Source(weights))
@@ -150,7 +234,7 @@ class Program:
             sums = []
             for each in (self.core, satellite):
                 each.accumulators.begin()
-                for step in steps[self.shard :: self.shards]:
+                for step in steps:
                     each.compute(step)
                 sums.append(each.accumulators.flat.data.clone())
             held = satellite.memory()
@@ -165,22 +249,29 @@ class Program:
             self.core.accumulators.flat.release()
         return answer
 
-    def resident(self, model: str, train: dict) -> dict:
-        """Resident bytes of a satellite's process: empty, computing, parked."""
-        config = make_config(shards=self.shards, **train)
-        satellite = SatelliteModel(Path(model), config, CPU)
-        weights = load_stage(Path(model), torch.float32, CPU, True)
-        satellite.load(Source({n: p.detach() for n, p in weights.weights()}))
-        del weights
-        satellite.park()
+    def resident(self, model: str, zero_stage: int) -> dict:
+        """Resident bytes of this process with a satellite, and with a core: computing, and parked."""
+        config = make_config(shards=self.shards, zero_stage=zero_stage)
         process = psutil.Process()
-        empty = process.memory_info().rss
-        satellite.load(Source({n: p.detach() for n, p in load_stage(Path(model), torch.float32, CPU, True).weights()}))
-        satellite.accumulators.begin()
-        satellite.compute(micro_steps(1)[0])
-        busy, held = process.memory_info().rss, sum(satellite.memory().values())
-        satellite.park()
-        return {"empty": empty, "busy": busy, "parked": process.memory_info().rss, "held": held}
+        stage = load_stage(Path(model), torch.float32, CPU, True)
+        weights = {name: parameter.detach() for name, parameter in stage.weights()}
+        answer = {}
+        satellite = SatelliteModel(Path(model), config, CPU)
+        for _ in range(2):  # the first time everything is touched that stays
+            satellite.load(Source(weights))
+            satellite.accumulators.begin()
+            satellite.compute(self._own(micro_steps(1))[0])
+            busy, held = process.memory_info().rss, sum(satellite.memory().values())
+            satellite.park()
+            answer["satellite"] = {"given": busy - process.memory_info().rss, "held": held}
+        core = CoreModel(Path(model), config, CPU)
+        for keep_sum in (True, False):
+            core.accumulators.begin()
+            core.compute(self._own(micro_steps(1))[0])
+            busy, held = process.memory_info().rss, core.accumulators.held
+            core.park(keep_sum=keep_sum)
+            answer[f"core {keep_sum}"] = {"given": busy - process.memory_info().rss, "held": held}
+        return answer
 
 
 def main() -> None:
