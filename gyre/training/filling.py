@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 #: A micro-step is full when at most this many tokens more would fit.
 SLACK = 4
+_MOST = 256  # samples whose subsets are looked at
 _WINDOW = 4, 24  # budgets, and samples, that are looked at together at the least where there are very many
 _SMALL = 64  # budgets of samples up to which several ways are tried
 _MORE = 1.0, 1.02, 1.08  # times the size of even micro-steps: budgets that are tried for them, in a few ways each
@@ -27,16 +28,24 @@ def fill_up(lengths: Sequence[int], room: int, slack: int = 0) -> list[int]:
 
 
 def _fill(lengths: Sequence[int], room: int, slack: int) -> list[int]:
-    """The same for lengths in ascending order; the indices descend."""
+    """The same for lengths in ascending order; the indices descend.
+
+    Of very many the longest go in unasked, until what is left can be made up of the shortest.
+    """
+    chosen = []
+    gap = sum(lengths[: _MOST // 4])
+    for at in range(len(lengths) - 1, _MOST - 1, -1):
+        if lengths[at] + gap <= room:
+            chosen.append(at)
+            room -= lengths[at]
     mask = (1 << (room + 1)) - 1
     sums, bits = [1], 1
-    for length in lengths:
+    for length in lengths[:_MOST]:
         if length > room:
             break
         bits |= bits << length & mask
         sums.append(bits)
     high, low = room, min(room - slack, bits.bit_length() - 1)
-    chosen = []
     for at in range(len(sums) - 2, -1, -1):
         most = high - lengths[at]
         if most >= 0:

@@ -62,6 +62,13 @@ def test_no_other_subset_fills_better(lengths, room, slack):
     assert found == max(near)  # of the longest rows
 
 
+def test_very_many_short_ones_fill_a_micro_step_too():
+    lengths = [int(n) for n in np.random.default_rng(3).integers(5, 60, 5000)]
+    chosen = fill_up(lengths, 8192)
+    assert sum(lengths[i] for i in chosen) == 8192 and len(set(chosen)) == len(chosen)
+    assert len(pack_all(lengths, 8192)) == -(-sum(lengths) // 8192)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 120), max_size=60))
 def test_all_are_packed_once_within_the_budget(lengths):
