@@ -7,9 +7,9 @@ Torch's `Schedule1F1B` is told how many micro-steps there are; ours is not, and 
 so that weights may change. All of them run the same stages and micro-steps in the same processes, alternately, and must
 give the same gradients. The *bubble* is the share of the time in which a process computes nothing, pauses left out:
 1 - (seconds of computing, mean over the stages) / (seconds - seconds of pauses); with pauses it may come out smaller
-than without, since the others go on computing in one. With stages of the same speed, and where passing on costs nothing,
-it is r (S - 1) / (m + r (S - 1)) for m micro-steps, S stages and r drains. The ratio is the time, pauses left out, over
-that of torch's schedule with as many micro-steps, the median of the turns.
+than without, since the others go on computing in one. With stages of the same speed, and where passing on costs
+nothing, it is r (S - 1) / (m + r (S - 1)) for m micro-steps, S stages and r drains. The ratio is the time, pauses left
+out, over that of torch's schedule with as many micro-steps, the median of the turns.
 
 It exits with 1 where gradients differ, or where without pauses ours takes more than 1.1 times as long.
 """
