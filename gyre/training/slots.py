@@ -2,8 +2,9 @@
 
 The writer takes a slot's exclusive lock, readers hold its shared lock for as long as they read (`flock`): a slot that
 is read is not overwritten, and the kernel drops the lock of a reader that dies. The file's metadata carries its
-snapshot number, its checksum and its generation (a count of writes), so that a slot which was recycled between an
-announcement and a lock is noticed.
+snapshot number, its checksum, the digests of its tensors and its generation (a count of writes), so that a slot which
+was recycled between an announcement and a lock is noticed. Whoever has tensors writes them (`fill`): the workers of a
+cell each their own, between the `begin` and the `seal` of their lead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,20 +27,11 @@ from gyre.checksum import Sums, add, combine, group_of, sums_of
 from gyre.checksum_groups import MASK, accumulate
 from gyre.errors import UserError, WeightsMismatch
 from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
+from gyre.training.snapshot_file import PIECE, Spec, make_header, places_of, pwrite, read_header
 
 SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
 _NO_DIGEST = "-" * 32
-PIECE = 1 << 20  # bytes that are looked at together: they stay in the cache
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-}
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -86,95 +77,6 @@ def remove_shared(run_dir: Path | str, keep_attempt: int | None = None) -> list[
     return removed
 
 
-# -- file format -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Spec:
-    """Name, type and shape of one tensor of a snapshot."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def _header(specs: Iterable[Spec], metadata: dict[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for spec in specs:
-        end = offset + spec.bytes
-        table[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def read_header(descriptor: int) -> bytes:
-    """The header of a file: its length and its table.
-
-    Raises:
-        WeightsMismatch: it is not a whole snapshot.
-    """
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if not 0 < length < 1 << 28 or len(header := os.pread(descriptor, 8 + length, 0)) != 8 + length:
-        raise WeightsMismatch("not a snapshot")
-    return header
-
-
-def metadata_of(header: bytes) -> dict[str, str]:
-    """What a header says of its snapshot.
-
-    Raises:
-        WeightsMismatch: it is not a header.
-    """
-    return _table(header).get("__metadata__", {})
-
-
-def _table(header: bytes) -> dict[str, Any]:
-    try:
-        return json.loads(header[8:])
-    except ValueError as error:
-        raise WeightsMismatch("not a snapshot") from error
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in a file: its bytes from `begin` to `end`; the digest is of these bytes."""
-
-    spec: Spec
-    begin: int
-    end: int
-    digest: str
-
-
-def places_of(header: bytes) -> dict[str, Place]:
-    """The tensors of a file, in its order."""
-    table = _table(header)
-    digests = table.pop("__metadata__")["digests"]
-    places = {}
-    for index, (name, entry) in enumerate(table.items()):
-        begin, end = (len(header) + offset for offset in entry["data_offsets"])
-        spec = Spec(name, _TYPES[entry["dtype"]], tuple(entry["shape"]))
-        places[name] = Place(spec, begin, end, digests[32 * index : 32 * index + 32])
-    return places
-
-
-def mapped(descriptor: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, in a private mapping."""
-    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    for name, place in places_of(read_header(descriptor)).items():
-        count = torch.Size(place.spec.shape).numel()
-        if count:
-            flat = torch.frombuffer(memory, dtype=place.spec.dtype, count=count, offset=place.begin)
-        else:
-            flat = torch.empty(0, dtype=place.spec.dtype)
-        yield name, flat.view(place.spec.shape)
-
-
 def _allocate(descriptor: int, size: int) -> None:
     """Have the memory of a file: without room it is an error here, and not a SIGBUS when a page is touched."""
     try:
@@ -183,13 +85,6 @@ def _allocate(descriptor: int, size: int) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(f"{SHARED} has no room for {size >> 20} MiB of weights; make it larger") from error
-
-
-def pwrite(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of some bytes at a place of a file."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -261,7 +156,7 @@ class Writing:
         self._generation = generation
         self._names = [spec.name for spec in specs]
         metadata = {"snapshot": f"{snapshot}", "generation": f"{generation}", "checksum": _NO_CHECKSUM}
-        self._header = _header(specs, {**metadata, "digests": _NO_DIGEST * len(specs)})
+        self._header = make_header(specs, {**metadata, "digests": _NO_DIGEST * len(specs)})
         self._size = len(self._header) + sum(spec.bytes for spec in specs)
         os.ftruncate(slot.descriptor, self._size)
         _allocate(slot.descriptor, self._size)

@@ -29,7 +29,8 @@ from gyre.errors import WeightsMismatch
 from gyre.training import nixl_transport
 from gyre.training.nixl_transport import Lender
 from gyre.training.pulling import Pulled, Source, pull, reach
-from gyre.training.slots import SHARED, Announcement, metadata_of, read_header, remove_shared, shared_prefix
+from gyre.training.slots import SHARED, Announcement, remove_shared, shared_prefix
+from gyre.training.snapshot_file import metadata_of, read_header
 from gyre.training.transports import time_value
 
 __all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach", "remove_shared", "shared_prefix"]

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gyre.errors import WeightsMismatch
-from gyre.training.slots import PIECE, Announcement
+from gyre.training.slots import Announcement
+from gyre.training.snapshot_file import PIECE
 
 _TRIES = 3  # of one range, over a connection that breaks
 _PAUSE_SECONDS = 0.2

@@ -16,7 +16,8 @@ from gyre.errors import UserError, WeightsMismatch
 from gyre.training import nixl_transport
 from gyre.training.digest import ROW, hashed, raw, rows_of, sum_rows
 from gyre.training.pulling import _batches, reach
-from gyre.training.slots import SHARED, Filled, Place, Slots, Spec, fill, shared_prefix
+from gyre.training.slots import SHARED, Filled, Slots, Spec, fill, shared_prefix
+from gyre.training.snapshot_file import Place
 from gyre.training.snapshots import Server
 
 SECRET = "secret"
