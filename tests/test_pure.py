@@ -20,6 +20,8 @@ MUST_BE_PURE = {
     "gyre.config_train",
     "gyre.errors",
     "gyre.events",
+    "gyre.figures",
+    "gyre.selftest",
     "gyre.splice",
     "gyre.cell.kv_index",
     "gyre.cell.machine",

@@ -43,3 +43,10 @@ def test_an_engine_with_another_norm_is_found(place, tmp_path):
 def test_bfloat16_on_both_sides_is_within_its_own_limits(place, tmp_path):
     figures, _ = selftest(place, tmp_path, 0, model={"dtype": "bfloat16"})
     assert figures["mismatch_mean"] > 10 * LIMITS["float32"].mean, "it would not be found in float32"
+
+
+@pytest.mark.full
+def test_stages_and_shards_agree_with_the_engine_too(place, tmp_path):
+    train = {"stages": 2, "shards": 2, "micro_tokens": 128}
+    figures, _ = selftest(place, tmp_path, 0, train={"updates": 1, **train})
+    assert 0 < figures["mismatch_max"] < 5e-5
