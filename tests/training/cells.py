@@ -50,14 +50,14 @@ def make_model(directory: Path, seed: int = 0, tied: bool = True, **sizes: int) 
     return directory
 
 
-def make_config(**train) -> configuration.Config:
+def make_config(dtype: str = "float32", **train) -> configuration.Config:
     """A configuration for these tests."""
     options = {"updates": 20, "lr": 1e-3, "clip_norm": 0.5, "weight_decay": 0.01, "micro_tokens": 96, **train}
     return configuration.build(
         {
             "name": "cells",
             "seed": 3,
-            "model": {"path": "unused", "dtype": "float32"},
+            "model": {"path": "unused", "dtype": dtype},
             "tasks": {"path": "unused"},
             "harness": {"command": ["true"], "score": {"command": ["true"]}},
             "cells": {"count": 3, "slots": 1, "gpus": 0},

@@ -50,7 +50,8 @@ class Nest:
     def close(self) -> None:
         """End it, and all its forks with it."""
         self._ours.close()
-        self._process.wait(10)
+        self._process.kill()
+        self._process.wait()
 
     async def spawn(self, name: str, words: list[str], log: Path, on_event=lambda event: None, env=None) -> Child:
         """As `Child.spawn`, of `-m MODULE` or a script."""
