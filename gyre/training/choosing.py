@@ -8,8 +8,8 @@ budget goes alone, as soon as it is seen.
 
 Where all that is ready does not fill a micro-step, and groups are still to come, it is kept until they do: never more
 than some budgets of it, and never more than half of what is expected to come, since at the end of an update cells would
-work on it that had idled before. What is kept is taken, since a claim waits for it: an update can only be found to
-starve when no ready group is left untaken.
+work on it that had idled before; nor anything where no two rows go together. What is kept is taken, since a claim waits
+for it: an update can only be found to starve when no ready group is left untaken.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Shelf:
         self.waiting: list[Waiting] = []  # in the order in which their groups were taken
         self._budget = budget
         self._tokens = 0  # of the taken groups
+        self._shortest = budget  # row that was seen
         self._looked: dict[int, tuple[list[Row], list[Waiting]]] = {}  # ready groups, not taken
         self._plan: list[list[Waiting]] = []  # the rest of the micro-steps, last one first
 
@@ -114,6 +115,7 @@ class Shelf:
     def _look(self, group: int, rows: list[Row]) -> list[Waiting]:
         if group not in self._looked or self._looked[group][0] is not rows:
             self._looked[group] = rows, [Waiting(row, group, len(row.sample)) for row in rows]
+            self._shortest = min(self._shortest, *(len(row.sample) for row in rows), self._budget)
         return self._looked[group][1]
 
     def _known(self, group: int, ready: Ready) -> bool:
@@ -134,6 +136,8 @@ class Shelf:
         groups = len(self.taken) + looked
         if not pool:
             return True
+        if 2 * self._shortest > self._budget:
+            return False  # no two of them go together
         seen = self._tokens + _tokens([w for w in pool if not w.taken])
         coming = (self.groups - groups) * seen / groups
         return _tokens(pool) < min(_KEEP * self._budget, coming / 2)
