@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from gyre.child import Endpoint
+from gyre.training import core
 from gyre.training.accumulators import Accumulators
 from gyre.training.batch import Batch
 from gyre.training.core import CoreModel, begin_world, deepspeed_config
@@ -53,6 +54,10 @@ def even_steps(update: int) -> list:
 
 def floats(step: MicroStep) -> tuple:
     return step.logprobs, step.advantages, step.weights, step.temperatures
+
+
+def with_pieces(options: dict) -> dict:
+    return options | {"zero_optimization": options["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
 
 
 def total(number: float) -> float:
@@ -127,6 +132,8 @@ class Program:
 
     # -- the core ----------------------------------------------------------------------------------------------------
     def build(self, model: str, dtype: str, train: dict) -> None:
+        # otherwise ZeRO-3 would leave parameters as small as these whole
+        core.deepspeed_config = lambda *known: with_pieces(deepspeed_config(*known))
         config = make_config(shards=self.shards, **train)
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         self.core = CoreModel(Path(model), config, CPU, initial=Path(model))
@@ -188,7 +195,7 @@ class Program:
         satellite = SatelliteModel(Path(model), make_config(shards=self.shards, **train), CPU)
         satellite.load(Source({name: tensor.clone() for name, tensor in self.core.named()}))
         batches = [Batch.of(step, CPU) for step in self._own(micro_steps(7) + micro_steps(8))]
-        answer = {}
+        answer = {"whole": sum(p.numel() for p in self.core.parameters)}
         for name, each in {"core": self.core, "satellite": satellite}.items():
             sums = []
             for flying in (1, 3):
@@ -264,12 +271,12 @@ class Program:
             busy, held = process.memory_info().rss, sum(satellite.memory().values())
             satellite.park()
             answer["satellite"] = {"given": busy - process.memory_info().rss, "held": held}
-        core = CoreModel(Path(model), config, CPU)
+        own = CoreModel(Path(model), config, CPU)
         for keep_sum in (True, False):
-            core.accumulators.begin()
-            core.compute(self._own(micro_steps(1))[0])
-            busy, held = process.memory_info().rss, core.accumulators.held
-            core.park(keep_sum=keep_sum)
+            own.accumulators.begin()
+            own.compute(self._own(micro_steps(1))[0])
+            busy, held = process.memory_info().rss, own.accumulators.held
+            own.park(keep_sum=keep_sum)
             answer[f"core {keep_sum}"] = {"given": busy - process.memory_info().rss, "held": held}
         return answer
 
