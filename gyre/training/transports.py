@@ -19,7 +19,6 @@ from typing import Protocol
 
 from gyre.errors import WeightsMismatch
 from gyre.training.slots import Announcement
-from gyre.training.snapshot_file import PIECE
 
 _TRIES = 3  # of one range, over a connection that breaks
 _PAUSE_SECONDS = 0.2
@@ -65,7 +64,7 @@ class Shared:
     """The slot on this host, under a lease."""
 
     threads = True
-    piece = PIECE
+    piece = 2 << 20
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
