@@ -11,7 +11,7 @@ than without, since the others go on computing in one. With stages of the same s
 nothing, it is r (S - 1) / (m + r (S - 1)) for m micro-steps, S stages and r drains. The ratio is the time, pauses left
 out, over that of torch's schedule with as many micro-steps, the median of the turns.
 
-It exits with 1 where gradients differ, or where without pauses ours takes more than 1.1 times as long.
+It exits with 1 where gradients differ, or where ours, without pauses and without --quick, takes over 1.1 times as long.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def main() -> int:
             f"{row['m']}", row["way"], *times, f"{row['bubble']:.3f}", f"{row['theory']:.3f}", f"{row['ratio']:.2f}"
         )
     Console().print(table)
-    slow = [row for row in found if row["way"] == "ours" and row["ratio"] > LIMIT]
+    slow = [] if arguments.quick else [row for row in found if row["way"] == "ours" and row["ratio"] > LIMIT]
     return int(bool(slow) or any(row["far"] > 1e-5 for row in found))
 
 

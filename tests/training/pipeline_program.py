@@ -1,6 +1,7 @@
 """One stage of a pipeline: what it is told follows from a seed; its sums are compared with the whole model's."""
 
 import contextlib
+import math
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from gyre.child import Endpoint
 from gyre.errors import LinkFailed
 from gyre.training.batch import Batch
+from gyre.training.core import CoreModel, begin_world
 from gyre.training.links import connect
 from gyre.training.model import DTYPES, CellModel, reference_of
 from gyre.training.pipeline import Pipeline, Shape
@@ -42,6 +44,7 @@ class Program:
 
     def __init__(self) -> None:
         self.off = False
+        begin_world(CPU, None)
 
     def build(self, model: str, stage: int, stages: int, port: int, name: str, dtype: str, **train) -> None:
         """Build a stage of a model, and the whole of it to compare with; meet the others."""
@@ -54,10 +57,36 @@ class Program:
             self.whole._reference = reference_of(Path(model), make_config(**train), CPU, 0)
         for each in (self.runner, self.whole):
             each.accumulators.hook()
+        self._join(config, port, name, dtype)
+
+    def _join(self, config, port: int, name: str, dtype: str) -> None:
+        stage, stages = self.stage, self.stages
         store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, None, is_master=False))
         links = connect(store, stage, stages, CPU, "127.0.0.1", lambda: self.off)
         shape = Shape(self.runner.scorer.hidden_size, DTYPES[dtype], 2 if config.train.kl else 1)
         self.pipeline = Pipeline(self.runner, stage, stages, links, shape, CPU)
+
+    def core(self, model: str, stage: int, stages: int, port: int, name: str, dtype: str, **train) -> None:
+        """As `build`, with cores: DeepSpeed's engines with their optimizers."""
+        self.stage, self.stages = stage, stages
+        configs = [make_config(stages=stages, **train), make_config(**train)]
+        named = {"path": "unused", "dtype": dtype}
+        configs = [c.model_copy(update={"model": c.model.model_copy(update=named)}) for c in configs]
+        self.runner = CoreModel(Path(model), configs[0], CPU, stage)
+        self.whole = CoreModel(Path(model), configs[1], CPU)
+        self._join(configs[0], port, name, dtype)
+
+    def step(self, squares: float, weight: float, clip: float, lr: float) -> dict:
+        """An update of the stage and of the whole; how far norms and weights are from each other."""
+        norms = [squares**0.5 / weight, self.whole.square_sum() ** 0.5 / weight]
+        for model, norm in zip((self.runner, self.whole), norms, strict=True):
+            model.step(min(1.0, clip / norm) / weight, lr)
+        wanted = dict(self.whole.named())
+        far = [float((t.float() - wanted[n].float()).abs().max()) for n, t in self.runner.named()]
+        mean = [float((t.float() - wanted[n].float()).abs().mean()) for n, t in self.runner.named()]
+        if self.runner.scorer.tied is not None:  # in a run it is taken from the snapshot
+            self.runner.scorer.tied.data.copy_(wanted[EMBEDDING])
+        return {"norms": norms, "far": max(far), "mean": max(mean)}
 
     def run(self, seed: int, still: bool = False) -> dict:
         """Carry the words of a seed out; how far the sums are from those of one process."""
@@ -72,14 +101,15 @@ class Program:
         if self.runner.shared is not None and self.tied():
             for _ in range(2):  # the second changes nothing
                 self.pipeline.fold(self.runner.accumulators.piece(self.runner.shared))
-        return {"ids": [d.id for d in done], "most": most, **self.compare(seed, done)}
+        found = self.compare(seed, done)
+        return {"ids": [d.id for d in done], "most": most, "squares": self.runner.accumulators.square_sum(), **found}
 
     def tied(self) -> bool:
         """Whether the matrix is on two stages."""
         return self.stages > 1 and EMBEDDING in self.whole.names and "lm_head.weight" not in self.whole.names
 
     def compare(self, seed: int, done: list) -> dict:
-        """The largest difference, by the largest element of each tensor; and the statistics."""
+        """The largest difference, by the largest element of each tensor, and the norm of all; the statistics too."""
         self.whole.accumulators.begin()
         steps = [word[1] for word in words_of(seed) if word is not None]
         known = [self.whole.compute(step) for step in steps]
@@ -87,13 +117,20 @@ class Program:
         found = dict(zip(self.runner.names, (g for _, g in self.runner.accumulators.gather()), strict=True))
         # the first token of a sample sees itself alone, so that its query has no gradient
         far = [float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-6)) for n in found]
+        error = [float((found[n] - wanted[n]).norm()) for n in found]
+        norm = [float(wanted[n].norm()) for n in found]
         if self.stage == self.stages - 1:
             for one, other in zip(known, (d.statistics for d in done), strict=True):
                 far.append(abs(one.loss - other.loss) / (1 + abs(one.loss)))
                 far.append(abs(one.kl_reference - other.kl_reference) / (1 + one.kl_reference))
         if self.runner.scorer.tied is not None:
             far.append(float(self.runner.accumulators.aside.data.abs().max()))  # it has moved
-        return {"far": max(far), "names": self.runner.names}
+        return {
+            "far": max(far),
+            "error": math.hypot(*error) / math.hypot(*norm),
+            "weight": sum(k.weight for k in known),
+            "names": self.runner.names,
+        }
 
     def half(self) -> dict:
         """Feed without end, until a neighbour fails; the error."""
@@ -114,6 +151,8 @@ class Program:
             self.pipeline.drain()
         except LinkFailed as error:
             return {"error": str(error)}
+        finally:
+            self.off = False
         return {"error": ""}
 
     def die(self) -> None:
