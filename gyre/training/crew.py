@@ -57,6 +57,14 @@ class Link:
         self.number = number
         self.asked = 0  # answers that are to come
         self._frames = Frames(ours)
+        self._ending = False
+        threading.Thread(target=self._watch, name=f"worker {number}", daemon=True).start()
+
+    def _watch(self) -> None:
+        code = self.process.wait()
+        if not self._ending:
+            log.critical("worker %d of this cell ended with %s: the cell ends", self.number, code)
+            os._exit(EXIT_FAULT)  # the main thread may be in a collective that nobody will answer
 
     def send(self, do: str, body: bytes = b"", **arguments: Any) -> None:
         """Have it do something; its answer comes after those that are to come already."""
@@ -98,41 +106,37 @@ class Link:
 
     def close(self) -> None:
         """Close this end, upon which the follower ends."""
+        self._ending = True
         self._frames.close()
 
 
 class Crew:
     """All workers of this cell (`gyre.training.part.Crew`, and what else a trainer asks of them)."""
 
-    def __init__(self, start: Start, workers: int) -> None:
-        """Start the followers, and build everyone's part of the model."""
-        self._links = [Link(number) for number in range(1, workers)]
-        self._ending = False
-        for link in self._links:
-            threading.Thread(target=self._watch, args=(link,), name=f"worker {link.number}", daemon=True).start()
-        meeting: dist.Store = dist.HashStore()
-        if self._links:
-            meeting = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        for link in self._links:
-            link.send("start", number=link.number, port=meeting.port, **asdict(start))
-        self.lead = Worker(start, 0, meeting)
-        for link in self._links:
-            link.answer()
-        self.width = self.lead.config.shards
-        self._stages = self.lead.config.train.stages
+    def __init__(self, lead: Worker, links: Sequence[Link], stages: int, shards: int) -> None:
+        """Of workers that are ready: the lead's own, and followers in the order of their numbers."""
+        self.width = shards
         self.in_flight: set[int] = set()
+        self._lead, self._links, self._stages = lead, links, stages
         self._done: dict[int, tuple[int, Statistics]] = {}  # by micro-step: stages that have it in their sums
         self._broken = False
 
-    def _watch(self, link: Link) -> None:
-        code = link.process.wait()
-        if not self._ending:
-            log.critical("worker %d of this cell ended with %s: the cell ends", link.number, code)
-            os._exit(EXIT_FAULT)  # the main thread may be in a collective that nobody will answer
+    @classmethod
+    def start(cls, start: Start, stages: int, shards: int) -> Crew:
+        """Start the followers, and have everyone build its part of the model."""
+        links = [Link(number) for number in range(1, stages * shards)]
+        meeting: dist.Store = dist.HashStore()
+        if links:
+            meeting = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        for link in links:
+            link.send("start", number=link.number, port=meeting.port, **asdict(start))
+        lead = Worker(start, 0, meeting)
+        for link in links:
+            link.answer()
+        return cls(lead, links, stages, shards)
 
     def close(self) -> None:
         """End the followers."""
-        self._ending = True
         for link in self._links:
             link.close()
         for link in self._links:
@@ -151,7 +155,7 @@ class Crew:
         with self._together():
             for link in self._links:
                 link.send(do, **arguments)
-            own = getattr(self.lead, do)(**arguments) or {}
+            own = getattr(self._lead, do)(**arguments) or {}
             return [own, *(self._last(link) for link in self._links)]
 
     def _last(self, link: Link) -> dict[str, Any]:
@@ -189,7 +193,7 @@ class Crew:
             bodies = [encode(step) for step in own] if self._links else []
             for link in self._links:
                 link.send("feed", bodies[link.number % self.width])
-            self._note(self.lead.feed(own[0]))
+            self._note(self._lead.feed(own[0]))
             for link in self._links:
                 while link.ready():
                     self._note(link.answer())
@@ -246,9 +250,9 @@ class Crew:
                 self._take(link)
                 link.send("reduce", group=group, ranks=list(ranks))
             try:
-                self.lead.reduce(group, list(ranks), lambda: look() or called_off(), progress)
+                self._lead.reduce(group, list(ranks), lambda: look() or called_off(), progress)
             except ReduceFailed as error:
-                failures.insert(0, error)
+                failures.append(error)
             off = False
             while look() or waiting:
                 if not off and (failures or called_off()):

@@ -13,7 +13,9 @@ start(run_dir, attempt, rank, incarnation, store=[host, port], prefix, secret, m
     announces snapshot `version * updates_per_batch`. A satellite has no weights before its first update. `prefix` is
     that of the store's keys, `address` this node's, as other ranks reach it; `patience` the seconds without a life
     sign after which the core bars a member, `work_limit` those after which one piece of work counts as stuck: a
-    satellite then gives no more life signs, and the core ends its process. On a GPU where `cells.gpus` > 0.
+    satellite then gives no more life signs, and the core ends its process. On GPUs where `cells.gpus` > 0, a worker to
+    each. This process is the lead of the cell's workers (`gyre.training.crew`): it starts the others, which end with
+    it, and it ends when one of them does.
     -> {"seconds", "parameters", "version", "snapshot", "checksum"}     (the last three from the core alone)
 wake()       take device memory back, before the first train after a park -> {"seconds"}
 park()       give device memory back: a satellite's weights, gradients and accumulators; the core's gradients and
@@ -27,9 +29,8 @@ train(update, position, generation, members)
     core), `members` are the ranks of the generation in prefix order. Wakes by itself where wake was not called.
     Satellites need not wait for UpdateOpened. For the core
     -> {"how": "done", "members": k, "micro_steps": {rank: count}, "snapshot", "checksum", "seconds",
-        "metrics": {"loss", "grad_norm", "tokens", "weight", "clip_fraction", "ratio_mean", "kl", "entropy",
-                    "cell_seconds", "seconds_compute", "seconds_wait", "seconds_reduce", "seconds_step",
-                    "seconds_snapshot"}}
+        "metrics": {"grad_norm", "lr", what `Statistics.metrics` names, "cell_seconds", "seconds_compute",
+                    "seconds_wait", "seconds_reduce", "seconds_step", "seconds_snapshot"}}
        or {"how": "suspended", "members": k}: train the same update again to go on, its partial sum is kept
        `seconds` is the core's time in the update, without that between a suspension and going on; those in `metrics`
        are of all its parts too: what it did itself, and in `cell_seconds` the computing of all members.
@@ -40,7 +41,7 @@ train(update, position, generation, members)
 commit(version, update, cursor)
     Core only, after the last update of a batch: makes policy `version` durable with `cursor` (any JSON) beside it.
     -> {"version", "update", "checksum", "bytes", "seconds"}
-memory()     -> {"weights", "gradients", "accumulators", "optimizer"}, bytes held now
+memory()     -> {"weights", "gradients", "accumulators", "optimizer"}, bytes held now by all workers
 checksum()   -> {"checksum", "snapshot"} of the weights held now (`gyre.checksum`); snapshot -1 where there are none
 stop()       removes this process's shared memory; the process ends when the parent closes -> {}
 
@@ -135,7 +136,7 @@ class Trainer:
             commit = checkpoint.latest(self._run_dir)
         weights = commit.model(self._run_dir) if commit else self._directory
         start = Start(run_dir, rank, (store[0], int(store[1])), prefix, model, str(weights), address)
-        self._crew = Crew(start, self._config.workers)
+        self._crew = Crew.start(start, self._config.train.stages, self._config.shards)
         self._store = Store.connect(prefix, *start.store)
         self._specs = self._all_specs()
         answer = self._start_core(commit) if self._core else {}

@@ -1,0 +1,163 @@
+"""A crew whose workers compute nothing: what its lead makes of their answers."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from gyre.errors import ReduceFailed
+from gyre.training import crew
+from gyre.training.crew import Crew, Link
+from gyre.training.follower import Follower
+from gyre.training.frames import Frames
+from gyre.training.packing import MicroStep, encode
+from gyre.training.part import Finished
+from gyre.training.statistics import Statistics
+
+
+class Fake:
+    """A worker: of a stage that is the last, or of one that has micro-steps back one feed later."""
+
+    def __init__(self, last=True):
+        self.last, self.flying, self.fate, self.off, self.did = last, [], "wait", False, []
+
+    def feed(self, step):
+        self.flying.append(step.id)
+        return self._back(0 if self.last else 1)
+
+    def drain(self):
+        return self._back(0)
+
+    def _back(self, left):
+        done = []
+        while len(self.flying) > left:
+            id = self.flying.pop(0)
+            done.append([id, {"tokens": float(id)} if self.last else None])
+        return {"done": done}
+
+    def reduce(self, group, ranks, called_off, progress=None):
+        self.off = False
+        if self.fate == "fail":
+            raise ReduceFailed("its group is dead")
+        while self.fate == "wait":
+            if called_off():
+                self.off = True
+                raise ReduceFailed("called off")
+
+    def fold(self):
+        self.did.append("fold")
+
+    def accept(self):
+        self.did.append("accept")
+
+
+class Thread:
+    """A follower in a thread, in place of a process."""
+
+    def __init__(self, worker, descriptor):
+        follower = Follower(Frames(socket.socket(fileno=descriptor)))
+        follower._worker = worker
+        self.thread = threading.Thread(target=follower.serve, daemon=True)
+        self.thread.start()
+
+    def wait(self, timeout=None):
+        self.thread.join()
+        return 0
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Makes a crew of fakes."""
+    crews = []
+
+    def make(stages, shards):
+        fakes = [Fake(last=number // shards == stages - 1) for number in range(stages * shards)]
+        monkeypatch.setattr(crew, "spawn", lambda number, own: Thread(fakes[number], socket.dup(own)))
+        links = [Link(number) for number in range(1, len(fakes))]
+        crews.append(Crew(fakes[0], links, stages, shards))
+        return crews[-1], fakes
+
+    yield make
+    for each in crews:
+        each.close()
+
+
+def step(id):
+    none = np.zeros(1, np.float32)
+    return MicroStep(
+        id, np.zeros(2, np.int32), np.array([0, 2], np.int32), np.ones(1, np.int32), none, none, none, none
+    )
+
+
+def finished(*ids):
+    return [Finished(id, Statistics(tokens=id)) for id in ids]
+
+
+def never():
+    return False
+
+
+def test_a_micro_step_is_finished_when_all_stages_have_it(made):
+    pair, _ = made(stages=2, shards=2)
+    early = pair.feed([step(1), step(2)])
+    assert early == [] and pair.in_flight == {1, 2}
+    rest = pair.feed([step(3)])  # and a blank
+    assert {one.id for one in rest} <= {1, 2}
+    rest += pair.drain()
+    assert sorted(rest) == finished(1, 2, 3)
+    assert pair.in_flight == set()
+
+
+def test_blanks_are_no_micro_steps_and_their_answers_disturb_nobody(made):
+    pair, fakes = made(stages=1, shards=3)
+    assert pair.feed([step(1)]) == finished(1)
+    assert pair.in_flight == set()
+    for fake in fakes:
+        fake.fate = "through"
+    pair.reduce("g1", [0, 1], never, lambda: None)
+    pair.accept()
+    assert [fake.did for fake in fakes] == [["accept"]] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_reduce_that_fails_for_one_is_called_off_for_all(made, failing):
+    trio, fakes = made(stages=1, shards=3)
+    fakes[failing].fate = "fail"
+    with pytest.raises(ReduceFailed, match="its group is dead"):
+        trio.reduce("g1", [0, 1], never, lambda: None)
+    assert [fake.off for fake in fakes] == [number != failing for number in range(3)]
+    for fake in fakes:  # and all are in step for the next one
+        fake.fate = "through"
+    trio.reduce("u1r1", [0, 1], never, lambda: None)
+    assert sorted(trio.feed([step(1), step(2), step(3)]) + trio.drain()) == finished(1, 2, 3)
+
+
+def test_a_reduce_is_called_off_from_outside_also_when_the_lead_is_through(made):
+    pair, fakes = made(stages=1, shards=2)
+    fakes[0].fate = "through"
+    asked = iter([False, False, True])
+    with pytest.raises(ReduceFailed, match="called off"):
+        pair.reduce("g1", [0, 1], lambda: next(asked, True), lambda: None)
+    assert fakes[1].off
+
+
+def test_sums_are_folded_before_a_reduce_where_there_are_stages(made):
+    pair, fakes = made(stages=2, shards=1)
+    for fake in fakes:
+        fake.fate = "through"
+    pair.reduce("g1", [0, 1], never, lambda: None)
+    assert [fake.did for fake in fakes] == [["fold"], ["fold"]]
+
+
+def test_frames_carry_what_they_were_given():
+    ours, theirs = (Frames(end) for end in socket.socketpair())
+    data = encode(step(7))
+    ours.send({"do": "feed", "arguments": {}}, data)
+    ours.send({"do": "drain", "arguments": {"name": "é"}})
+    assert theirs.ready()
+    assert theirs.receive() == ({"do": "feed", "arguments": {}}, data)
+    assert theirs.receive() == ({"do": "drain", "arguments": {"name": "é"}}, b"")
+    assert not theirs.ready()
+    ours.close()
+    assert theirs.ready() and theirs.receive() is None
