@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 ROW = 2048  # bytes of a sum
-_WORD = 8
+WORD = 8
 _MOST_THREADS = 4
 _WORTH_A_THREAD = 16 << 20  # bytes
 
@@ -34,7 +34,7 @@ def sum_rows(data: torch.Tensor, out: torch.Tensor) -> None:
     """Sums of the rows of some bytes (uint8, contiguous, on the CPU) into `out` (int64); the last row may be short."""
     whole = len(data) // ROW
     if whole:
-        torch.sum(data[: whole * ROW].view(torch.int64).view(whole, ROW // _WORD), 1, out=out[:whole])
+        torch.sum(data[: whole * ROW].view(torch.int64).view(whole, ROW // WORD), 1, out=out[:whole])
     if rest := len(data) - whole * ROW:
         last = torch.zeros(ROW, dtype=torch.uint8)
         last[:rest] = data[whole * ROW :]

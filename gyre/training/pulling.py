@@ -22,7 +22,7 @@ import torch
 from gyre.errors import WeightsMismatch
 from gyre.store import Store
 from gyre.training import nixl_transport
-from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
+from gyre.training.digest import ROW, WORD, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
 from gyre.training.slots import SHARED, Announcement
 from gyre.training.snapshot_file import Place, mapped, metadata_of, places_of, pwrite
 from gyre.training.transports import Shared, Socket, Transport
@@ -283,7 +283,8 @@ def _batches(places: Sequence[Place], limit: int) -> list[_Batch]:
     for index, place in enumerate(places):
         done, length = 0, place.end - place.begin
         while done < length:
-            room = (limit - size) // ROW * ROW
+            size += -size % WORD  # words are summed where they lie; the gap is in the buffer alone
+            room = max(0, limit - size) // ROW * ROW
             if not batches or place.begin + done != end or not room:
                 batches.append(_Batch(place.begin + done))
                 size, room = 0, limit

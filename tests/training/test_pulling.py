@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gyre.checksum import checksum
 from gyre.errors import UserError, WeightsMismatch
 from gyre.training import nixl_transport
-from gyre.training.digest import ROW, hashed, raw, rows_of, sum_rows
+from gyre.training.digest import ROW, WORD, hashed, raw, rows_of, sum_rows
 from gyre.training.pulling import _batches, reach
 from gyre.training.slots import SHARED, Filled, Slots, Spec, fill, shared_prefix
 from gyre.training.snapshot_file import Place
@@ -93,6 +93,7 @@ def test_tensors_come_to_where_they_are_wanted(world, address, threads, monkeypa
     with world.reach(address) as source:
         source.copy_into(own)
         assert equal(own, wanted) and checksum(own.items()) == source.checksum
+        source.verify()  # through a buffer, in which small and odd tensors lie one after the other
         some = ["model.norm.weight", "model.layers.0.norm.weight"]  # a stage has a part of them
         part = empty({name: wanted[name] for name in some})
         source.copy_into(part)
@@ -337,13 +338,15 @@ def test_batches_hold_every_byte_once_and_in_order(sizes, limit):
     read = []
     batches = _batches(places, limit)
     for batch in batches:
-        taken = 0
+        taken = end = 0
         for part in batch.parts:
-            assert part.at == taken and places[part.index].begin + part.begin == batch.begin + taken
+            assert places[part.index].begin + part.begin == batch.begin + taken
             assert part.begin % ROW == 0  # the sums of its rows are its own
+            assert part.at % WORD == 0 and end <= part.at < end + WORD  # words are summed where they lie
+            end = part.at + part.end - part.begin
             read += [(part.index, byte) for byte in range(part.begin, part.end)]
             taken += part.end - part.begin
-        assert 0 < taken <= limit and batch.begin + taken <= batch.until
+        assert 0 < taken and end <= limit and batch.begin + taken <= batch.until
     assert read == [(i, byte) for i, place in enumerate(places) for byte in range(place.end - place.begin)]
     held = [place for place in places if place.end > place.begin]
     gaps = {place.end for place in held} - {place.begin for place in held}
