@@ -28,7 +28,7 @@ def weights(seed: int, big: int = 700_001) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     return {
         "model.layers.0.mlp.up_proj.weight": torch.randn(1, big, generator=random).bfloat16(),  # an odd size
-        "model.layers.0.norm.weight": torch.randn(7, generator=random).bfloat16(),
+        "model.layers.0.norm.weight": torch.randn(6, generator=random).bfloat16(),
         "model.layers.1.mlp.up_proj.weight": torch.randn(big, 2, generator=random),
         "model.layers.1.bias": torch.empty(0),
         "model.norm.weight": torch.randn(8, generator=random),
