@@ -24,7 +24,7 @@ All keys live under ``gyre/<run>/<attempt>/``. The store carries control words o
 | ``stream/<u>/round/<r>/<rank>`` | JSON: a member's ledger; ``.../again``: it goes again | that member | core trainer |
 | ``stream/<u>/round/<r>/verdict`` | ``done`` or ``again`` | core trainer | members |
 | ``groups/<name>/dead`` | no group of this name is used any more | whoever it failed for | core trainer |
-| ``groups/<name>/<size>/...`` | torch's own, of a process group | its members | its members |
+| ``groups/<name>/<size>/<stage>.<shard>/...`` | torch's own, of a process group | its members | its members |
 | ``policy`` | last committed policy version | scheduler, after the commit | nobody yet |
 | ``stop`` | ``<exit code>:<how>``: the run ends | coordinator | every supervisor |
 | ``gone/<rank>`` | the rank has heard ``stop`` and leaves | that rank's supervisor | coordinator |

@@ -72,13 +72,13 @@ class Worker:
         mine = dist.PrefixStore(f"stage{self.stage}", meeting)
         begin_world(self._device, self.config.network.interface, self.shard, self.config.shards, mine)
         store = Store.connect(start.prefix, start.store[0], int(start.store[1]))
-        place = f"{self.stage}.{self.shard}"
         self._groups = Groups(
-            lambda: dist.PrefixStore(place, store.clone().torch_store),
+            lambda: store.clone().torch_store,
             start.rank,
             self._device,
             start.address,
             _GROUP_TIMEOUT,
+            f"{self.stage}.{self.shard}",
         )
         self.model = self._build(Path(start.model), Path(start.weights))
         self._pipeline: Pipeline | None = None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from gyre.training import stream
+from gyre.training import gradients, stream
 from gyre.training.gradients import Groups, ReduceFailed
 from gyre.training.stream import Pulse, beating
 
@@ -76,7 +76,7 @@ def test_a_core_that_is_stuck_ends_its_process(monkeypatch):
 def test_a_group_that_does_not_come_about_is_left_behind(monkeypatch):
     release = threading.Event()
     groups = Groups(dist.HashStore, 0, "cpu", "127.0.0.1", timeout=0.3)
-    monkeypatch.setattr(groups, "_make", lambda store, rank, size: release.wait(30))
+    monkeypatch.setattr(gradients, "open_group", lambda *_: release.wait(30))
     begun = time.monotonic()
     with pytest.raises(ReduceFailed, match="in time"):
         groups.build_prefixes("g1", [0, 1, 2])
