@@ -275,6 +275,10 @@ class Crew:
         """The total of the last reduce is the sum now."""
         self.order("accept")
 
+    def discard(self) -> None:
+        """The total of the last reduce is of no use, or is none: give its memory back."""
+        self.order("discard")
+
     def forget(self, group: str, ranks: Sequence[int]) -> None:
         """Drop a group that failed."""
         self.order("forget", group=group, ranks=list(ranks))

@@ -56,6 +56,9 @@ class Crew(Protocol):
     def accept(self) -> None:
         """At the core: the total of the last reduce is the sum now."""
 
+    def discard(self) -> None:
+        """At the core: the total of the last reduce is of no use, or there is none."""
+
     def forget(self, group: str, ranks: Sequence[int]) -> None:
         """Drop a group that failed."""
 

@@ -130,6 +130,7 @@ class CorePart(Part):
         finally:
             store.set(self.round_key(number, "/verdict"), verdict)
         if verdict == "again":
+            self.crew.discard()  # perhaps no round with a reduce follows, and it is as large as the sums
             self._await_again(number, members)
         return verdict == "done"
 

@@ -211,6 +211,10 @@ class Worker:
         self.model.accumulators.flat.data.copy_(self._total)
         self._total = None
 
+    def discard(self) -> None:
+        """The total of the last reduce is of no use: its memory is wanted for what is to be computed again."""
+        self._total = None
+
     # -- the core's step and its state -------------------------------------------------------------------------------
     def square_sum(self) -> dict[str, float]:
         """Sum of the squares of what this worker owns of the gradients' sum: {"square_sum"}."""
