@@ -13,7 +13,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
-from gyre import checkpoint, status
+from gyre import checkpoint, status, words
 from gyre.attempt import RankContext
 from gyre.child import Child
 from gyre.errors import (
@@ -36,6 +36,7 @@ from gyre.events import (
     RunEnded,
     RunStarted,
     SampleRefused,
+    StepSkipped,
     UpdateDone,
     closed_event,
     decode,
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 1.0
 USAGE_SECONDS = 60.0
 GONE_SECONDS = 25.0
+SKIPPED_STEPS = 3  # updates in a row without a step that end a run
 
 
 class RankMissing(GyreError):
@@ -288,6 +290,23 @@ class Coordinator:
             self._status.reward = next((r for r in reversed(self._metrics.rewards) if r is not None), None)
             self._figures.append(self._metrics.updates[event.update].flat)
             self._record(self._usage.event(time.time()))
+            if event.metrics.get("skipped"):
+                self._record(StepSkipped(event.update))
+                self._check_steps()
+
+    def _check_steps(self) -> None:
+        """End the attempt where steps are skipped again and again: nothing is learnt any more.
+
+        Raises:
+            UserError: so many updates in a row took no step.
+        """
+        last = self._metrics.done[-SKIPPED_STEPS:]
+        if len(last) == SKIPPED_STEPS and all(record.metrics.get("skipped") for record in last):
+            updates = words.ranges(record.update for record in last)
+            raise UserError(
+                f"updates {updates} took no step, as their gradients are not finite: lower train.lr, or set "
+                "model.dtype=float32 (docs/training.md)"
+            )
 
     def _on_service_event(self, message: dict[str, Any]) -> None:
         match message["type"]:

@@ -282,6 +282,13 @@ class SampleRefused(Event):
 
 
 @dataclass(frozen=True)
+class StepSkipped(Event):
+    """An update was done without a step, since its gradient was not finite; the weights are those before it."""
+
+    update: int
+
+
+@dataclass(frozen=True)
 class MoveStarted(Event):
     """The scheduler ordered a cell to another role."""
 

@@ -349,6 +349,7 @@ class RunMetrics:
             "tokens": self.tokens,
             "masked": dict(sorted(self.masked.items())),
             "refused_samples": self._refused_samples(),
+            "skipped_steps": [r.update for r in self.done if r.metrics.get("skipped")],
             "micro_step_share": figures.shares(r.micro_steps for r in self.done),
             "core_seconds": figures.stages([r.metrics for r in self.done]),
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,

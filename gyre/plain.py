@@ -20,7 +20,7 @@ from gyre.status import RunStatus
 
 EventData = dict[str, Any]
 
-_AT_ONCE = {"run_started", "rank_lost", "update_suspended_for", "batch_closed_short", "run_ended"}
+_AT_ONCE = {"run_started", "rank_lost", "update_suspended_for", "batch_closed_short", "step_skipped", "run_ended"}
 #: A kind that is said at once is gathered instead after this many lines within a gap.
 _BURST = 3
 #: Seconds between lines about a start that is going on; more when it takes long.

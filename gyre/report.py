@@ -183,6 +183,8 @@ def _totals(summary: dict[str, Any]) -> Table:
         grid.add_row("masked", line)
     if refused := summary["refused_samples"]["samples"]:
         grid.add_row("refused", _refused(refused, summary["refused_samples"]))
+    if skipped := summary["skipped_steps"]:
+        grid.add_row("skipped", _skipped(skipped))
     if line := _shares(summary["micro_step_share"]):
         grid.add_row("micro-steps", line)
     if seconds := sum(summary["core_seconds"].values()):
@@ -230,6 +232,15 @@ def _refused(count: int, refused: dict[str, int]) -> Text:
     return Text(
         f"{words.count(count, 'sample')} over the limit, the longest of {refused['longest']:,} tokens, not trained on; "
         "see train.sample_limit",
+        "bold yellow",
+    )
+
+
+def _skipped(updates: list[int]) -> Text:
+    """Updates without a step: something computes what is no number."""
+    return Text(
+        f"{words.count(len(updates), 'update')} without a step, as the gradient was not finite "
+        f"({words.ranges(updates)}); see docs/training.md",
         "bold yellow",
     )
 

@@ -116,6 +116,8 @@ def describe(config: Config, event: dict[str, Any]) -> str | None:
             f"group {event['group']}: a sample of {event['tokens']:,} tokens is over the limit of {event['limit']:,} "
             "(train.sample_limit) and is not trained on"
         )
+    if kind == "step_skipped":
+        return f"update {event['update']} took no step: its gradient is not finite"
     if kind == "move_started":
         moved = f", {count(len(event['rerouted']), 'execution')} rerouted" if event["rerouted"] else ""
         return f"{rank_name(config, event['rank'])} to {event['target'].lower()}: {event['reason']}{moved}"

@@ -259,6 +259,16 @@ def test_a_refused_sample_is_told_with_the_setting_that_refuses_it() -> None:
     assert f"{line} (and 1 more like it)" in Played().play(script.events)
 
 
+def test_an_update_without_a_step_is_said_at_once() -> None:
+    script = Script()
+    script.start()
+    script.update(1, [0], metrics={**METRICS, "grad_norm": float("nan"), "skipped": 1.0})
+    script.say(e.StepSkipped(1))
+    lines = [line[21:] for line in Played().play(script.events).splitlines()]
+    said = lines.index("update 1 took no step: its gradient is not finite")
+    assert lines[said - 1].startswith("update 1 of 6: ") and "norm nan" in lines[said - 1]
+
+
 def test_a_day_stays_readable() -> None:
     script = Script()
     script.start()

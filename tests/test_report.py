@@ -79,6 +79,16 @@ def test_refused_samples_count_once_over_all_attempts(tmp_path: Path) -> None:
     assert "over the limit" not in report(empty.path)
 
 
+def test_updates_without_a_step_are_told(tmp_path: Path) -> None:
+    script = Script()
+    script.start()
+    for update in range(1, 6):
+        script.update(update, [update], metrics={**METRICS, "skipped": float(update in (2, 4, 5))})
+    run = write_run(tmp_path, make_config(), script.events, None)
+    assert summarise(run)["skipped_steps"] == [2, 4, 5]
+    assert "3 updates without a step, as the gradient was not finite (2, 4, 5)" in report(run.path)
+
+
 def test_figures_of_updates_fit_a_page_and_missing_ones_are_left_out(tmp_path: Path) -> None:
     script = two_updates()
     run = write_run(tmp_path / "r", make_config(), script.events, None)

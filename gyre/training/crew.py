@@ -287,12 +287,13 @@ class Crew:
     def step(self, scale: float, clip_norm: float, lr: float) -> float:
         """Multiply the sum by `scale`, clip, take the optimizer step; returns the norm before clipping.
 
-        A scale of 0 says that there was nothing to learn from; then no step is taken.
+        A scale of 0 says that there was nothing to learn from; then no step is taken. None is taken either where the
+        norm is no finite number: all workers leave their weights as they are, also those whose own sums are sound.
         """
         self._fold()
         norm = 0.0
         if scale > 0:
             norm = math.sqrt(sum(answer["square_sum"] for answer in self.order("square_sum"))) * scale
-            scale *= min(1.0, clip_norm / norm if norm else 1.0)
+            scale *= min(1.0, clip_norm / norm if norm else 1.0) if math.isfinite(norm) else 0.0
         self.order("step", scale=scale, lr=lr)
         return norm

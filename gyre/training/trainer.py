@@ -29,7 +29,7 @@ train(update, position, generation, members)
     core), `members` are the ranks of the generation in prefix order. Wakes by itself where wake was not called.
     Satellites need not wait for UpdateOpened. For the core
     -> {"how": "done", "members": k, "micro_steps": {rank: count}, "snapshot", "checksum", "seconds",
-        "metrics": {"grad_norm", "lr", what `Statistics.metrics` names, "cell_seconds", "seconds_compute",
+        "metrics": {"grad_norm", "skipped", "lr", what `Statistics.metrics` names, "cell_seconds", "seconds_compute",
                     "seconds_wait", "seconds_reduce", "seconds_step", "seconds_snapshot"}}
        or {"how": "suspended", "members": k}: train the same update again to go on, its partial sum is kept
        `seconds` is the core's time in the update, without that between a suspension and going on; those in `metrics`
@@ -60,6 +60,7 @@ word `feeder` and the weight server's in `snapshots`. Shared memory is `/dev/shm
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from dataclasses import replace
@@ -320,6 +321,8 @@ class Trainer:
         lr = lr_at(train.schedule, train.lr, update, train.updates)
         norm = self._crew.step(gradient_scale(Objective.of(train), sums), train.clip_norm, lr)
         clock.add("step", begun)
+        if not math.isfinite(norm):
+            log.warning("update %d: the gradient's norm is %s; no step is taken", update, norm)
         part.desk.pulse.beat()
         begun = time.monotonic()
         part.stage("writing")
@@ -328,6 +331,7 @@ class Trainer:
         return {
             **sums.metrics(),
             "grad_norm": norm,
+            "skipped": float(not math.isfinite(norm)),
             "lr": lr,
             **part.sum.numbers,
             "cell_seconds": clock.computed + part.sum.collected,

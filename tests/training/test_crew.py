@@ -1,5 +1,6 @@
 """A crew whose workers compute nothing: what its lead makes of their answers."""
 
+import math
 import socket
 import threading
 
@@ -21,6 +22,7 @@ class Fake:
 
     def __init__(self, last=True):
         self.last, self.flying, self.fate, self.off, self.did = last, [], "wait", False, []
+        self.squares, self.steps = 1.0, []
 
     def feed(self, step):
         self.flying.append(step.id)
@@ -50,6 +52,12 @@ class Fake:
 
     def accept(self):
         self.did.append("accept")
+
+    def square_sum(self):
+        return {"square_sum": self.squares}
+
+    def step(self, scale, lr):
+        self.steps.append(scale)
 
 
 class Thread:
@@ -148,6 +156,17 @@ def test_sums_are_folded_before_a_reduce_where_there_are_stages(made):
         fake.fate = "through"
     pair.reduce("g1", [0, 1], never, lambda: None)
     assert [fake.did for fake in fakes] == [["fold"], ["fold"]]
+
+
+@pytest.mark.parametrize("squares", [math.nan, math.inf])
+@pytest.mark.parametrize("where", [0, 1])
+def test_no_worker_steps_where_the_gradient_is_not_finite(made, squares, where):
+    """The stages do not know of each other's gradients: one of them would step, and the other would not."""
+    pair, fakes = made(stages=2, shards=1)
+    assert pair.step(0.5, clip_norm=0.25, lr=1.0) == pytest.approx(math.sqrt(2) / 2)
+    fakes[where].squares = squares
+    assert not math.isfinite(pair.step(0.5, clip_norm=0.25, lr=1.0))
+    assert [fake.steps for fake in fakes] == [[pytest.approx(0.25 / math.sqrt(2)), 0.0]] * 2
 
 
 def test_frames_carry_what_they_were_given():

@@ -1,6 +1,7 @@
-"""The core's part in rounds that have to be done again: what it holds on to, with fakes of everything around it."""
+"""The core where a round has to be done again, or no step can be taken; with fakes of everything around it."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from gyre.errors import ReduceFailed
 from gyre.store import Store
 from gyre.training import worker
 from gyre.training.part import Desk, Sum
+from gyre.training.trainer import Trainer
 from gyre.training.update import CorePart
 from gyre.training.worker import Worker
+from tests.training.cells import make_config
 
 SATELLITE = (1, 1)
 
@@ -66,3 +69,17 @@ def test_a_round_that_is_done_again_leaves_no_total_behind(monkeypatch, fails):
     assert store.get("stream/1/round/0/verdict") == "again"
     assert crew.own._total is None
     assert torch.equal(crew.own.model.accumulators.flat.data, torch.ones(8))
+
+
+@pytest.mark.parametrize("norm, skipped", [(1.0, 0.0), (0.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)])
+def test_an_update_tells_whether_its_step_was_skipped(norm, skipped):
+    trainer = Trainer(SimpleNamespace())
+    trainer._config, published = make_config(), []
+    trainer._crew = SimpleNamespace(step=lambda *known: norm)
+    trainer._publish = published.append
+    part = CorePart(
+        Desk(Store(dist.HashStore(), "test"), Claims(), (0, 1), lambda event: None), trainer._crew, Sum(3), 1, [0]
+    )
+    metrics = trainer._step(part)
+    assert metrics["skipped"] == skipped
+    assert published == [3], "the others wait for it, whether weights have changed or not"
