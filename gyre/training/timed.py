@@ -136,8 +136,8 @@ class TimedCore(TimedModel):
         """Move the weights by the gradients' sum times `scale`; not at all with 0."""
         if scale > 0:
             self.accumulators.flat.data.mul_(scale)
-            for (name, master), part in zip(self._masters.items(), self.accumulators.flat.views, strict=True):
-                momentum = self._momentum[name].mul_(_MOMENTUM).add_(part)
+            for (name, master), (_, gradient) in zip(self._masters.items(), self.accumulators.gather(), strict=True):
+                momentum = self._momentum[name].mul_(_MOMENTUM).add_(gradient)
                 self._weights[name].copy_(master.sub_(momentum, alpha=lr))
         self.accumulators.flat.release()
 

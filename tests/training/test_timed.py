@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gyre import models
 from gyre.config import build, dump
 from gyre.config_train import TimedTrainConfig
 from gyre.training.packing import Row, lay_out
-from gyre.training.timed import seconds
+from gyre.training.timed import TimedCore, seconds
 from tests.training.cells import Cells, make_config, make_sample
 
 SIZE = 1024  # weights of gyre:timed
@@ -116,6 +117,20 @@ async def all_taken(cells, update, groups):
 
 def test_an_update_that_was_suspended_is_measured_whole(tmp_path, nest):
     asyncio.run(suspended(tmp_path / "cells", nest))
+
+
+def test_the_weights_of_any_model_are_moved(tmp_path):
+    """Tensors of many shapes, which share buckets in the sums."""
+    weights = {"a": torch.zeros(3, 5), "b": torch.zeros(7), "c": torch.zeros(1, 1), "d": torch.zeros(5, 3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    core = TimedCore(tmp_path, timed_config())
+    core.accumulators.begin()
+    for id in (1, 2):
+        core.compute(lay_out(id, [Row(make_sample(1, 0), 1.0)]))
+    core.step(0.5, 1e-2)
+    moved = dict(core.named())
+    assert {name: tensor.shape for name, tensor in moved.items()} == {n: t.shape for n, t in weights.items()}
+    assert all(torch.allclose(tensor, torch.tensor(-1.5e-2)) for tensor in moved.values())
 
 
 def test_what_a_micro_step_takes():
