@@ -44,6 +44,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gyre.errors import StoreLost
+from gyre.limits import raise_file_limit
 
 Result = TypeVar("Result")
 
@@ -66,6 +67,7 @@ class Store:
     @classmethod
     def host(cls, prefix: str, address: str, port: int = 0, timeout: float = 60.0) -> Store:
         """Serve a store from this process; with port 0 the system chooses one (see `port`)."""
+        raise_file_limit()  # every worker of every cell has a few connections
         raw = dist.TCPStore(
             address, port, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
         )

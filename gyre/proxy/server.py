@@ -7,10 +7,8 @@ supervisor: start, routes, register, held, close, totals. Requests: see `gyre.pr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
-import resource
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import uvloop
 
 from gyre.child import AsyncEndpoint
 from gyre.errors import ChildFailed
+from gyre.limits import raise_file_limit
 from gyre.proxy.connections import Connections
 from gyre.proxy.executions import Execution, Switchboard
 from gyre.proxy.front import Front
@@ -117,16 +116,9 @@ class Proxy:
             self._service.keep_alive()
 
 
-def _raise_file_limit() -> None:
-    """A stream takes two connections, and a thousand streams are more than most systems allow at first."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 async def main() -> None:
     """Serve until the supervisor closes."""
-    _raise_file_limit()
+    raise_file_limit()  # a stream takes two connections
     proxy, endpoint = Proxy(), AsyncEndpoint()
     operations = ("start", "routes", "register", "held", "close", "totals")
     try:

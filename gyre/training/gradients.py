@@ -54,7 +54,7 @@ class Groups:
         worker: str = "0.0",
     ) -> None:
         """`worker` names the stage and shard of this worker: it meets its equals of the other cells."""
-        self._connect = connect  # a client of its own for each group: a group that waits blocks its client
+        self._connect = connect  # a group that waits blocks its client: only those made in a row share one
         self._rank = rank
         self._address = address
         self._device = torch.device(device)
@@ -68,10 +68,12 @@ class Groups:
         ranks: Sequence[int],
         called_off: Callable[[], bool] = lambda: False,
         deadline: float | None = None,
+        store: dist.Store | None = None,
     ) -> dist.ProcessGroup:
         """The group of these ranks (the first is the root) under a name; all of them must ask for it.
 
         It is made until `deadline` (monotonic), by default the timeout from now; `called_off` is asked now and then.
+        It meets over `store`, by default a client of its own.
 
         Raises:
             ReduceFailed: it did not come about in time, or was called off.
@@ -79,18 +81,24 @@ class Groups:
         key = (name, tuple(ranks))
         if key not in self._groups:
             deadline = deadline or time.monotonic() + self._timeout.total_seconds()
-            self._groups[key] = self._make_aside(name, list(ranks), called_off, deadline)
+            self._groups[key] = self._make_aside(name, list(ranks), called_off, deadline, store)
         return self._groups[key]
 
     def _make_aside(
-        self, name: str, ranks: list[int], called_off: Callable[[], bool], deadline: float
+        self,
+        name: str,
+        ranks: list[int],
+        called_off: Callable[[], bool],
+        deadline: float,
+        client: dist.Store | None,
     ) -> dist.ProcessGroup:
         """Making a group blocks and cannot be called off, so a thread does it and may be left behind."""
         result: list[dist.ProcessGroup | BaseException] = []
 
         def make() -> None:
             try:
-                store = dist.PrefixStore(f"groups/{name}/{len(ranks)}/{self._worker}", self._connect())
+                own = client or self._connect()
+                store = dist.PrefixStore(f"groups/{name}/{len(ranks)}/{self._worker}", own)
                 result.append(
                     open_group(store, ranks.index(self._rank), len(ranks), self._device, self._address, self._timeout)
                 )
@@ -119,8 +127,9 @@ class Groups:
             ReduceFailed: they did not all come about within the timeout.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
+        store = self._connect()  # groups keep theirs, and one for each would be thousands at the store's host
         for size in range(max(2, list(ranks).index(self._rank) + 1), len(ranks) + 1):
-            self.get(name, ranks[:size], deadline=deadline)
+            self.get(name, ranks[:size], deadline=deadline, store=store)
 
     def forget(self, name: str, ranks: Sequence[int]) -> None:
         """Drop a group that failed, calling off what still runs on it."""

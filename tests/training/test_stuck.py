@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -84,3 +85,18 @@ def test_a_group_that_does_not_come_about_is_left_behind(monkeypatch):
         groups.get("g1", [0, 1], lambda: True)
     assert time.monotonic() - begun < 5
     release.set()
+
+
+def test_groups_that_are_built_together_share_a_client():
+    """Each one keeps its client, and the store's host has a connection for each of all workers."""
+    store, ranks, clients = dist.HashStore(), [0, 1, 2], []
+
+    def connect():
+        clients.append(store)
+        return store
+
+    everyone = [Groups(connect, rank, "cpu", "127.0.0.1", timeout=20) for rank in ranks]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda groups: groups.build_prefixes("g1", ranks), everyone))
+    assert [len(groups._groups) for groups in everyone] == [2, 2, 1]
+    assert len(clients) == len(ranks)
