@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gyre.errors import EXIT_FAULT, ChildFailed, ReduceFailed, UserError
+from gyre.errors import EXIT_FAULT, ChildFailed, GyreError, ReduceFailed, UserError
 from gyre.training.follower import FD_VARIABLE
 from gyre.training.frames import Frames
 from gyre.training.packing import MicroStep, blank, encode
@@ -34,6 +34,7 @@ from gyre.training.worker import Start, Worker
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002
+_ASK_SECONDS = 0.1
 _STOP_SECONDS = 5.0
 
 
@@ -205,6 +206,17 @@ class Crew:
             self._note(answer)
         return self._finished()
 
+    def abandon(self) -> list[Finished]:
+        """Have nothing in flight any more, whatever comes of it: what an update that failed leaves is in no other's."""
+        try:
+            return self.drain()
+        except GyreError as error:
+            log.warning("what was in flight is lost: %s", error)
+            return []
+        finally:
+            self.in_flight.clear()
+            self._done.clear()
+
     def _note(self, answer: dict[str, Any]) -> None:
         """A worker has some micro-steps in its sums; one of the last stage knows their statistics."""
         for id, statistics in answer["done"]:
@@ -253,13 +265,16 @@ class Crew:
                 self._lead.reduce(group, list(ranks), lambda: look() or called_off(), progress)
             except ReduceFailed as error:
                 failures.append(error)
-            off = False
+            off, ask = False, time.monotonic()
             while look() or waiting:
-                if not off and (failures or called_off()):
+                due = time.monotonic() >= ask  # it reads a word of each member, of the store that all cells share
+                if not off and (failures or (due and called_off())):
                     off = True
                     failures.append(ReduceFailed("called off"))
                     for link in waiting:
                         link.call_off()
+                if due:
+                    ask = time.monotonic() + _ASK_SECONDS
                 if not waiting:
                     break
                 time.sleep(_POLL_SECONDS)

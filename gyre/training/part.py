@@ -42,6 +42,9 @@ class Crew(Protocol):
     def drain(self) -> list[Finished]:
         """Finish what is in flight."""
 
+    def abandon(self) -> list[Finished]:
+        """The same where something has failed: what cannot be finished is forgotten."""
+
     def reduce(
         self, group: str, ranks: Sequence[int], called_off: Callable[[], bool], progress: Callable[[], None]
     ) -> None:
@@ -141,7 +144,16 @@ class Part:
         """Claim and compute until there is nothing to claim; returns the feeder's last word and what is unfinished.
 
         Nothing is in flight then: while something is, a claim that gets nothing is no reason to wait, but to drain.
+        Nor is anything where it raises, so that no gradient of this update meets the next one's.
         """
+        try:
+            return self._work()
+        except BaseException:
+            if self.crew.in_flight:
+                self._count(self.crew.abandon(), time.monotonic())
+            raise
+
+    def _work(self) -> tuple[str, int]:
         crew = self.crew
         while True:
             self.desk.pulse.beat()

@@ -1,20 +1,24 @@
 """A crew whose workers compute nothing: what its lead makes of their answers."""
 
+import itertools
 import math
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from gyre.errors import ReduceFailed
+from gyre.errors import ChildFailed, ReduceFailed
 from gyre.training import crew
 from gyre.training.crew import Crew, Link
 from gyre.training.follower import Follower
 from gyre.training.frames import Frames
 from gyre.training.packing import MicroStep, encode
-from gyre.training.part import Finished
+from gyre.training.part import Desk, Finished, Part, Sum
 from gyre.training.statistics import Statistics
+from gyre.training.stream import Answer
 
 
 class Fake:
@@ -117,6 +121,40 @@ def test_a_micro_step_is_finished_when_all_stages_have_it(made):
     assert pair.in_flight == set()
 
 
+def test_an_update_that_fails_leaves_nothing_in_flight(made):
+    """The next one's sums would have its gradients, and its claims would say that they hold what they do not."""
+    pair, fakes = made(stages=2, shards=1)
+
+    class Claims:
+        answers = [Answer("open", [step(1)], 1), Answer("open", [step(2)], 2)]
+
+        def claim(self, *known):
+            if not self.answers:
+                raise ChildFailed("the feeder does not answer")
+            return self.answers.pop(0)
+
+    part = Part(Desk(SimpleNamespace(), Claims(), (1, 1), lambda event: None), pair, Sum(1))
+    with pytest.raises(ChildFailed, match="does not answer"):
+        part.work()
+    assert pair.in_flight == set() and not any(fake.flying for fake in fakes)
+    assert sorted(part.sum.micro_steps) == [1, 2]  # they are in the sums
+    assert pair.feed([step(3)]) + pair.drain() == finished(3)
+
+
+def test_a_micro_step_that_fails_is_not_in_flight(made):
+    (fake,) = made(stages=1, shards=1)[1]
+    alone = Crew(fake, [], 1, 1)
+    fake.drain = lambda: {"done": []}
+
+    def feed(step):
+        raise RuntimeError("out of memory")
+
+    fake.feed = feed
+    with pytest.raises(RuntimeError):
+        alone.feed([step(1)])
+    assert alone.abandon() == [] and alone.in_flight == set()
+
+
 def test_blanks_are_no_micro_steps_and_their_answers_disturb_nobody(made):
     pair, fakes = made(stages=1, shards=3)
     assert pair.feed([step(1)]) == finished(1)
@@ -148,6 +186,22 @@ def test_a_reduce_is_called_off_from_outside_also_when_the_lead_is_through(made)
     with pytest.raises(ReduceFailed, match="called off"):
         pair.reduce("g1", [0, 1], lambda: next(asked, True), lambda: None)
     assert fakes[1].off
+
+
+def test_a_reduce_asks_seldom_whether_it_is_called_off(made):
+    """Each time reads a word of each member of the store that all cells share."""
+    pair, fakes = made(stages=1, shards=2)
+    fakes[0].fate = "through"
+    asked = []
+
+    def called_off():
+        asked.append(time.monotonic())
+        if len(asked) == 4:
+            fakes[1].fate = "through"
+        return False
+
+    pair.reduce("g1", [0, 1], called_off, lambda: None)
+    assert all(later - earlier > 0.05 for earlier, later in itertools.pairwise(asked)) and len(asked) >= 4
 
 
 def test_sums_are_folded_before_a_reduce_where_there_are_stages(made):
