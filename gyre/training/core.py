@@ -8,6 +8,7 @@ before its step. It lives in a world of the shards of one stage, and never learn
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,13 @@ def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _most(number: int, device: torch.device) -> int:
+    """The largest of the numbers that the shards of this stage give."""
+    tensor = torch.tensor(number, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
 _Setter = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
@@ -135,6 +143,8 @@ class CoreModel(CellModel):
                     "train.zero_stage: samples of this model are run alone, so shards do not meet in ZeRO-3's "
                     "collectives; set train.zero_stage=2"
                 )
+        if train.zero_stage == 3 and config.shards > 1:  # DeepSpeed gathers the weights of a module at each call
+            self.scorer.agree = functools.partial(_most, device=device)
         buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False

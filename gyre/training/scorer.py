@@ -61,23 +61,29 @@ def _rows(logits: torch.Tensor) -> int:
 
 
 def score(
-    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, batch: Batch
+    project: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    batch: Batch,
+    agree: Callable[[int], int] = int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and (without gradient) entropy of the trained tokens, float32 [m] each.
 
     `hidden` [T, H] is what the last layer and its norm give; `project` makes logits [n, V] of hidden states [n, H].
     Both results are of the processed distribution: logits are divided by the temperature, as the sampler did.
+    `agree` makes of the least number of calls of `project` that will do the number that there will be, which is no
+    smaller; some of them may then be of no hidden states at all.
     """
     sources, targets, temperatures = hidden[batch.place - 1], batch.tokens[batch.place], batch.temperatures
     width = getattr(project, "out_features", 0)
     rows = max(1, _LOGITS_BYTES // (max(1, width) * hidden.element_size()))
-    if not width or len(targets) <= rows:
+    pieces = agree(max(1, -(-len(targets) // rows))) if width else 1
+    if pieces == 1:
         return _Chosen.apply(project(sources), targets, temperatures)
 
     def part(sources: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return _Chosen.apply(project(sources), targets, temperatures)
 
-    parts = zip(sources.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
+    parts = zip(*(tensor.tensor_split(pieces) for tensor in (sources, targets, temperatures)), strict=True)
     chosen, entropies = zip(*(checkpoint(part, *one, use_reentrant=False) for one in parts), strict=True)
     return torch.cat(chosen), torch.cat(entropies)
 
@@ -94,6 +100,8 @@ class Scorer(nn.Module):
         self.model = model
         self.whole = False
         self.apart = not attention.use(model)
+        #: Where each call of a module is one of all shards: has them agree on how often they call one (`score`).
+        self.agree: Callable[[int], int] = int
         for module in model.modules():  # a policy with dropout is another one in training than in rollout
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -135,7 +143,7 @@ class Scorer(nn.Module):
 
     def score(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and (without gradient) entropy of the trained tokens, from hidden states [T, H]."""
-        return score(self.model.get_output_embeddings(), hidden, batch)
+        return score(self.model.get_output_embeddings(), hidden, batch, self.agree)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits [m, V] of the trained tokens, as the model itself makes them."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from gyre.child import Endpoint
-from gyre.training import core
+from gyre.training import core, scorer
 from gyre.training.accumulators import Accumulators
 from gyre.training.batch import Batch
 from gyre.training.core import CoreModel, begin_world, deepspeed_config
@@ -22,7 +22,7 @@ from gyre.training.model import SatelliteModel
 from gyre.training.objectives import Objective, objective_loss
 from gyre.training.packing import MicroStep, blank
 from gyre.training.stages import load_stage
-from tests.training.cells import make_config
+from tests.training.cells import VOCABULARY, make_config
 from tests.training.test_packed import step_of
 
 CPU = torch.device("cpu")
@@ -210,6 +210,37 @@ class Program:
                 sums.append(each.accumulators.flat.data.clone())
             answer[name] = float((sums[0] - sums[1]).abs().max() / sums[0].abs().max())
             each.accumulators.release()
+        satellite.park()
+        return answer
+
+    def in_pieces(self, model: str, train: dict, rows: int) -> dict:
+        """Sums of a core and a satellite where logits are made of so many tokens at a time; against one process.
+
+        What the shards compute at the same time takes them different numbers of pieces; one of them ends with a blank.
+        """
+        satellite = SatelliteModel(Path(model), make_config(shards=self.shards, **train), CPU)
+        satellite.load(Source({name: tensor.clone() for name, tensor in self.core.named()}))
+        lengths = [[20, 11], [4], [6], [31], [9, 9], [9, 9], [40]]
+        steps = [step_of(each, seed=number) for number, each in enumerate(lengths)]
+        whole = load_stage(Path(model), torch.float32, CPU, True)
+        for step in steps:
+            batch = Batch.of(step, CPU)
+            chosen, entropies = whole(batch)
+            objective_loss(self.core.objective, chosen, entropies, batch, chosen.detach())[0].backward()
+        wanted = {name: parameter.grad for name, parameter in whole.weights()}
+        before, answer = scorer._LOGITS_BYTES, {}
+        scorer._LOGITS_BYTES = 4 * rows * VOCABULARY
+        try:
+            for name, each in {"core": self.core, "satellite": satellite}.items():
+                each.accumulators.begin()
+                for step in self._own(steps):
+                    each.compute(step)
+                found = zip(each.names, each.accumulators.gather(), strict=True)
+                far = max(float((gradient - wanted[n]).abs().max()) for n, (_, gradient) in found)
+                answer[name] = far / max(float(gradient.abs().max()) for gradient in wanted.values())
+                each.accumulators.release()
+        finally:
+            scorer._LOGITS_BYTES = before
         satellite.park()
         return answer
 

@@ -111,6 +111,24 @@ def test_micro_steps_may_be_in_flight(two, model, zero_stage):
         assert max(answer.values()) == 0
 
 
+@pytest.mark.parametrize(
+    ("tied", "train"),
+    [
+        pytest.param(False, {"zero_stage": 3}, id="zero 3, untied"),
+        pytest.param(True, {"zero_stage": 3, "checkpoint_activations": True}, id="zero 3, checkpoints"),
+        pytest.param(False, {"zero_stage": 2}, id="zero 2, untied", marks=pytest.mark.full),
+        pytest.param(False, {"zero_stage": 3, "kl": 1e-3}, id="zero 3, reference", marks=pytest.mark.full),
+    ],
+)
+def test_shards_may_need_logits_in_different_numbers_of_pieces(two, tmp_path, tied, train):
+    """With ZeRO-3 all of them gather weights at each call, so that shards which call more often would wait for ever."""
+    model = make_model(tmp_path / "model", tied=tied, hidden_size=45, intermediate_size=93)
+    two.do("build", model=str(model), dtype="float32", train=train)
+    for rows in (1, 7, 1000):
+        for answer in two.do("in_pieces", model=str(model), train=train, rows=rows):
+            assert max(answer.values()) <= 1e-6, (rows, answer)
+
+
 def test_the_reference_stays_what_the_model_was(two, model, tmp_path):
     train = {"kl": 0.5}
     weights, norms, divergences = reference(model, make_config(**train).train)
