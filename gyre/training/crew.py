@@ -124,7 +124,12 @@ class Crew:
 
     @classmethod
     def start(cls, start: Start, stages: int, shards: int) -> Crew:
-        """Start the followers, and have everyone build its part of the model."""
+        """Start the followers, and have everyone build its part of the model.
+
+        Raises:
+            UserError: one of them says that the input is at fault.
+            ChildFailed: one of them failed.
+        """
         links = [Link(number) for number in range(1, stages * shards)]
         meeting: dist.Store = dist.HashStore()
         if links:
@@ -134,7 +139,9 @@ class Crew:
         lead = Worker(start, 0, meeting)
         for link in links:
             link.answer()
-        return cls(lead, links, stages, shards)
+        crew = cls(lead, links, stages, shards)
+        crew.order("join")
+        return crew
 
     def close(self) -> None:
         """End the followers."""

@@ -3,7 +3,8 @@
     python -m gyre.training.follower           (spawned by `gyre.training.crew`)
 
 It ends with its lead. An operation that fails ends it too, after it has said so: the workers of a cell are of no use
-without each other, since they meet in collectives, and the lead ends when one of them does.
+without each other, since they meet in collectives, and the lead ends when one of them does. Only where it cannot start
+for a fault in the input it waits for the lead to say so, and to end.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Follower:
                 answer = {"result": self._perform(head, body) or {}}
             except ReduceFailed as error:
                 answer = {"reduce_failed": str(error)}
+            except UserError as error:  # of the start; it may be long before the lead, which builds too, reads this
+                answer = {"user_error": str(error)}
             except BaseException as error:
                 traceback.print_exception(error)
-                kind = "user_error" if isinstance(error, UserError) else "error"
-                self._frames.send({kind: f"{error}" if kind == "user_error" else f"{type(error).__name__}: {error}"})
+                self._frames.send({"error": f"{type(error).__name__}: {error}"})
                 time.sleep(_LAST_WORDS_SECONDS)
                 os._exit(EXIT_FAULT)  # nothing gentler is sure to end a process that has collectives running
             self._frames.send(answer)

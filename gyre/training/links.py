@@ -3,7 +3,7 @@
 A link is a raw process group of two over a store's prefix. Each direction has one of its own: with NCCL the transfers
 of a communicator queue behind each other, and those of the two directions must not. Sends do not wait: their tensors
 are kept until they are through. Who waits for a tensor asks `called_off` now and then, and leaves the transfer behind
-when told to: a neighbour that is gone without closing its connections must not hang a worker for ever.
+when told to. The workers of a cell need no telling: they end together, and one that is stuck is noticed by its pulse.
 """
 
 from __future__ import annotations

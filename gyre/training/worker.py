@@ -57,7 +57,11 @@ class Worker:
     """The operations of one worker."""
 
     def __init__(self, start: Start, number: int, meeting: dist.Store) -> None:
-        """Build the model; `meeting` is a store that the workers of this cell share."""
+        """Build the model; `meeting` is a store that the workers of this cell share. `join` is what follows.
+
+        Raises:
+            UserError: this worker's part of the model cannot be trained like that.
+        """
         self.config = configuration.load(RunDir(start.run_dir).config)
         train = self.config.train
         self.number, self.rank = number, start.rank
@@ -80,11 +84,10 @@ class Worker:
             _GROUP_TIMEOUT,
             f"{self.stage}.{self.shard}",
         )
-        self.model = self._build(Path(start.model), Path(start.weights))
+        self._meeting, self._directory = meeting, Path(start.model)
+        self.model = self._build(self._directory, Path(start.weights))
         self._pipeline: Pipeline | None = None
         self._tied = False
-        if train.stages > 1:
-            self._join_pipeline(meeting, Path(start.model))
 
     def _build(self, model: Path, weights: Path) -> CoreModel | SatelliteModel | TimedCore | TimedSatellite:
         config = self.config
@@ -94,14 +97,16 @@ class Worker:
             return CoreModel(weights, config, self._device, self.stage, model)
         return SatelliteModel(model, config, self._device, self.stage)
 
-    def _join_pipeline(self, meeting: dist.Store, model: Path) -> None:
-        """Link this stage with its neighbours."""
+    def join(self) -> None:
+        """Link this stage with its neighbours; when all are built, for until then one may have to say what is wrong."""
         stages, lanes = self.config.train.stages, 2 if self.config.train.kl else 1
-        store = dist.PrefixStore(f"links/{self.shard}", meeting)
+        if stages == 1:
+            return
+        store = dist.PrefixStore(f"links/{self.shard}", self._meeting)
         links = connect(store, self.stage, stages, self._device, "127.0.0.1")  # a cell is on one host
         shape = Shape(self.model.scorer.hidden_size, DTYPES[self.config.model.dtype], lanes)
         self._pipeline = Pipeline(self.model, self.stage, stages, links, shape, self._device)
-        self._tied = has_tied_embeddings(model)
+        self._tied = has_tied_embeddings(self._directory)
 
     # -- weights -----------------------------------------------------------------------------------------------------
     def specs(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A crew whose workers compute nothing: what its lead makes of their answers."""
 
+import asyncio
 import itertools
 import math
 import socket
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
-from gyre.errors import ChildFailed, ReduceFailed
+from gyre.errors import ChildFailed, ReduceFailed, UserError
 from gyre.training import crew
 from gyre.training.crew import Crew, Link
 from gyre.training.follower import Follower
@@ -19,6 +21,7 @@ from gyre.training.packing import MicroStep, encode
 from gyre.training.part import Desk, Finished, Part, Sum
 from gyre.training.statistics import Statistics
 from gyre.training.stream import Answer
+from tests.training.cells import Cells, make_config, make_model
 
 
 class Fake:
@@ -221,6 +224,38 @@ def test_no_worker_steps_where_the_gradient_is_not_finite(made, squares, where):
     fakes[where].squares = squares
     assert not math.isfinite(pair.step(0.5, clip_norm=0.25, lr=1.0))
     assert [fake.steps for fake in fakes] == [[pytest.approx(0.25 / math.sqrt(2)), 0.0]] * 2
+
+
+def test_a_follower_that_finds_the_input_wrong_lets_its_lead_come_to_that(monkeypatch):
+    def start(self, **known):
+        raise UserError("model.path: a weight is missing")
+
+    monkeypatch.setattr(Follower, "_start", start)
+    monkeypatch.setattr("os._exit", lambda code: pytest.fail("its death would end the lead before it has read why"))
+    monkeypatch.setattr(crew, "spawn", lambda number, own: Thread(Fake(), socket.dup(own)))
+    link = Link(1)
+    link.send("start")
+    link.send("drain")
+    with pytest.raises(UserError, match="a weight is missing"):
+        link.answer()
+    assert link.answer() == {"done": []}
+    link.close()
+
+
+@pytest.mark.full
+def test_what_one_worker_finds_wrong_with_the_input_is_said(tmp_path, nest):
+    """The first stage, which is whole, does not wait for its neighbour meanwhile: it would be ended with that one."""
+    model = make_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]  # of the last stage
+    save_file(weights, model / "model.safetensors")
+
+    async def started():
+        async with Cells(tmp_path / "run", model, make_config(stages=2), nest=nest) as cells:
+            await cells.spawn(0)
+
+    with pytest.raises(UserError, match=r"no weight model\.norm\.weight"):
+        asyncio.run(started())
 
 
 def test_frames_carry_what_they_were_given():
