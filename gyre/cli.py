@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", "start a run and watch it; Ctrl-C stops it", _OVERRIDES, "CONFIG")
     run.add_argument("--name", help="the run's directory is logs/NAME instead of logs/<name>-<time>")
-    resume = add("resume", "go on with a run from its last commit", None)
+    resume = add("resume", "go on with a run from its last commit", "its settings are those in RUN_DIR/config.yaml")
     what = "an update with learning rate 0: do engine and trainer agree on log-probabilities?"
     selftest = add("selftest", what, _OVERRIDES, "CONFIG")
     selftest.add_argument("--json", metavar="OUT", help="also write the figures to OUT")
@@ -124,6 +124,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         options.command == "prepare" and not options.resume
     )
     for word in rest:
+        resumed = not takes_overrides and options.command in ("resume", "prepare")
+        if resumed and "=" in word and not word.startswith("-"):
+            parser.error(
+                f"a run goes on with the settings in its config.yaml, without {word!r}; to train with others, "
+                "run a new one (its model.path may be a checkpoint of this one)"
+            )
         if word.startswith("-") or not takes_overrides:
             parser.error(f"unknown argument {word!r}")
     options.overrides = rest

@@ -426,6 +426,11 @@ def _explain(error: ValidationError, source: str) -> str:
         where = f" in {'.'.join(path[:-1])}" if path[:-1] else ""
         hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
         return f"{source}: unknown key {path[-1]!r}{where}; {hint}"
+    if fault["type"] == "model_type":
+        keys = ", ".join(".".join((*path, key)) for key in _known_keys(path))
+        return f"{source}: {dotted} is a section, not {fault['input']!r}; set a key of it: {keys}"
+    if fault["type"] == "missing" and isinstance(fault["loc"][-1], int):
+        return f"{source}: {'.'.join(path[:-1])} has too few values; add one"
     if fault["type"] == "missing":
         return f"{source}: {dotted} is missing; add it"
     message = fault["msg"].removeprefix("Value error, ")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from gyre.config_section import Section
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TimedTrainConfig(Section):
@@ -58,7 +60,7 @@ class TrainConfig(Section):
     )
     lr: float = Field(1.0e-6, ge=0, description="Learning rate of AdamW, at the top of the schedule.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="AdamW's moment decays, at least 0 and below 1.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     clip_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
     clip_ratio: float | None = Field(

@@ -63,6 +63,8 @@ def _named(metrics: Metrics, names: Mapping[str, str]) -> list[str]:
 
 def short(metrics: Metrics) -> list[str]:
     """What a line about an update has room for beside its reward."""
+    if metrics.get("tokens") == 0:
+        return ["no token to train on"]
     norm = [f"norm {significant(metrics['grad_norm'])}"] if "grad_norm" in metrics else []
     return _named(metrics, {"entropy": "entropy", "kl": "kl"}) + norm
 

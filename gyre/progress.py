@@ -177,7 +177,7 @@ def watch(
     if not reader.run.config.is_file():
         raise UserError(f"{reader.run.path} is not a run directory; runs are in logs/")
     lines = not console.is_terminal if plain is None else plain
-    ended = _watch_lines(reader, stop, console) if lines else _watch_live(reader, stop, console)
+    ended = _watch_lines(reader, stop, console, after) if lines else _watch_live(reader, stop, console)
     if ended != "stopped":
         console.print(
             Text.from_ansi(report(reader.run.path, width=console.width, colour=console.is_terminal)), soft_wrap=True
@@ -202,7 +202,8 @@ def _watch_live(reader: RunReader, stop: threading.Event, console: Console) -> s
                 return "stopped"
 
 
-def _watch_lines(reader: RunReader, stop: threading.Event, console: Console) -> str:
+def _watch_lines(reader: RunReader, stop: threading.Event, console: Console, after: int) -> str:
+    """The lines of attempts after number `after`; those before are told already, or history."""
     reporter: PlainReporter | None = None
     silent = False
     while True:
@@ -213,7 +214,8 @@ def _watch_lines(reader: RunReader, stop: threading.Event, console: Console) -> 
             )
         if reporter is not None:
             for event in events:
-                reporter.on_event(event)
+                if event.get("attempt", 1) > after:
+                    reporter.on_event(event)
             if reader.status is not None:
                 reporter.on_status(reader.status)
         is_silent = reader.silent_seconds(time.time(), time.monotonic()) is not None

@@ -127,8 +127,6 @@ def judge(measured: Measured, dtype: str) -> Verdict:
         hints.append(
             "the core's fp32 weights do not round to those it was given: see model.dtype and the trainer's log"
         )
-    if measured.mean is None or measured.most is None:
-        return Verdict([*faults, "the trainer has measured no difference"], hints)
     if not measured.tokens:
         faults.append("no token was compared")
         hints.append(
@@ -136,6 +134,8 @@ def judge(measured: Measured, dtype: str) -> Verdict:
             "Agents must sample with temperature and no top-p, top-k, penalties or grammar (docs/your-agent.md)"
         )
         return Verdict(faults, hints)
+    if measured.mean is None or measured.most is None:
+        return Verdict([*faults, "the trainer has measured no difference"], hints)
     off = []  # compared so that a figure that is no number is over its limit
     if not measured.mean <= limits.mean:
         off.append(f"the mean difference {significant(measured.mean)} is over the limit of {limits.mean:g}")

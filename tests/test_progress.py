@@ -201,6 +201,19 @@ def test_a_resume_is_not_taken_for_the_attempt_before(tmp_path: Path) -> None:
     assert result == ["failed"]
 
 
+def test_lines_of_a_new_attempt_do_not_tell_the_one_before_again(tmp_path: Path) -> None:
+    script = Script()
+    script.start()
+    script.end("failed")
+    script.start()
+    script.end()
+    run = write_run(tmp_path / "r", make_config(), script.events, make_status(script.t, "completed", attempt=2))
+    console = Console(file=io.StringIO(), width=100)
+    assert watch(run.path, console=console, plain=True, after=1) == "completed"
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "attempt 2 starts" in text and "attempt 1 starts" not in text and "attempt failed" not in text
+
+
 # -- plain lines -----------------------------------------------------------------------------------------------------
 class Played:
     """Plays events to a reporter on their own clock, with a status each second, and keeps the lines."""
@@ -244,6 +257,8 @@ def test_a_line_of_an_update_fits_beside_its_time() -> None:
         line = words.update_line(make_config(train__updates=2000), event, 0.5, joined, figures.short(metrics))
         assert "reward 0.500, entropy 10.50, kl 1.2e-05, norm 0.0012; " in line and line.endswith(", 1h 30m")
         assert len(line) + len("2026-03-02 14:07:41  ") <= 114
+    nothing = words.update_line(make_config(), event, 0.5, [], figures.short({"tokens": 0.0, "grad_norm": 0.0}))
+    assert nothing == "update 1234 of 6: reward 0.500, no token to train on; cell 0, 1h 30m"
     bare = words.update_line(make_config(), {"update": 1, "seconds": 3.0}, None, [])
     assert bare == "update 1 of 6: cell 0, 3.0s"
     usual = words.update_line(make_config(), {"update": 3, "seconds": 14.0}, 0.9, [1, 2], figures.short(METRICS))

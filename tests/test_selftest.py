@@ -36,6 +36,7 @@ def measured(**changes: object) -> Measured:
         ({"mean": 9e-5, "most": 0.4}, "float32", ["largest difference 0.40"], "packs nothing"),
         ({"mean": float("nan"), "most": float("nan")}, "float32", ["mean difference nan", "largest"], "weights"),
         ({"tokens": 0, "mean": 0.0, "most": 0.0}, "float32", ["no token was compared"], "no top-p"),
+        ({"tokens": 0, "mean": None, "most": None}, "float32", ["no token was compared"], "no top-p"),
         ({"tokens": 9, "mean": None, "most": None}, "float32", ["the trainer has measured no difference"], ""),
         ({"after": "c2"}, "float32", ["changed at learning rate 0: checksum c1 before, c2 after"], "fp32 weights"),
         ({"before": None, "after": None}, "float32", ["checksum unknown before"], "fp32 weights"),

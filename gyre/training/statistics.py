@@ -40,12 +40,16 @@ class Statistics:
             setattr(self, item.name, max(own, new) if item.metadata.get("largest") else own + new)
 
     def metrics(self) -> dict[str, float]:
-        """Means by name: the loss per weight, the others per trained token; in nats where they are of probabilities."""
-        tokens = max(self.tokens, 1.0)
-        return {
+        """Means by name: the loss per weight, the others per trained token; in nats where they are of probabilities.
+
+        Of no token there is no mean, and none is given.
+        """
+        counts = {"tokens": self.tokens, "weight": self.weight}
+        if not self.tokens:
+            return counts
+        tokens = self.tokens
+        return counts | {
             "loss": self.loss / self.weight if self.weight else 0.0,
-            "tokens": self.tokens,
-            "weight": self.weight,
             "clip_fraction": self.clipped / tokens,
             "truncated_fraction": self.truncated / tokens,
             "ratio_mean": self.ratio / tokens,

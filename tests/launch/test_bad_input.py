@@ -58,7 +58,6 @@ def run(tmp_path, data, *overrides, **extra):
         ({"harness": {"command": ["true"], "models": ["a name"]}}, ["harness.models.0", "a name"]),
         ({"harness": {"command": []}}, ["harness.command"]),
         ({"cells": {"count": 1, "slots": 1, "gpus": 99}}, ["99 GPUs", "cells.gpus=0"]),
-        ({"train": {"updates": 2, "stages": 2, "zero_stage": 3}}, ["zero_stage 3", "set train.zero_stage=2"]),
         ({"network": {"interface": "ib7"}}, ["network.interface", "ib7"]),
         ({"network": {"port_base": 60000}, "cells": {"count": 400, "slots": 1}}, ["network.port_base"]),
     ],
@@ -195,6 +194,11 @@ def test_directory_that_is_no_run(tmp_path, command):
     refused(launch(command, "nowhere", cwd=tmp_path), 0, "nowhere", "logs/")
     if command != "watch":  # of a run that is just being made there is not more than a directory
         refused(launch(command, "empty", cwd=tmp_path), 0, "config.yaml")
+
+
+def test_a_resume_takes_no_settings(tmp_path):
+    done = launch("resume", "logs/mine", "train.stages=1", cwd=tmp_path)
+    refused(done, 0, "config.yaml", "'train.stages=1'", "run a new one")
 
 
 def test_a_self_test_without_a_policy(tmp_path):

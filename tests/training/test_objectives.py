@@ -257,6 +257,7 @@ def test_the_deviation_of_an_update_is_divided_out_at_its_end():
     assert gradient_scale(objective, total) == pytest.approx(1 / (12 * pstdev(centred)))
     assert gradient_scale(chosen(), total) == pytest.approx(1 / 12)
     assert gradient_scale(objective, Statistics()) == 0.0
+    assert Statistics().metrics() == {"tokens": 0.0, "weight": 0.0}, "a mean of nothing would look measured"
 
 
 def test_statistics_of_parts_are_those_of_the_whole():
