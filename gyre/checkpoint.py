@@ -4,7 +4,7 @@
     <version>/model/             the same weights as a Hugging Face model, for whoever wants to use them
     <version>/random.pt          random states of the trainer
     <version>/cursor.json        where the scheduler was: groups dispatched, trained and dropped
-    <version>/COMMIT             JSON: version, update, attempt, tag, checksum; renamed into place last
+    <version>/COMMIT             JSON: the fields of `Commit`; renamed into place last
 
 DeepSpeed writes no `latest` file: a commit is loaded by the tag that its record names. A directory without
 COMMIT is half a commit of an attempt that died, and is removed at the next start. A version is committed once and
@@ -20,11 +20,12 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gyre.errors import InvariantBroken, WeightsMismatch
+from gyre.config import Config
+from gyre.errors import InvariantBroken, UserError, WeightsMismatch
 from gyre.faults import fault
 from gyre.run_dir import RunDir, read_json, sync_directory, write_atomic
 
@@ -40,6 +41,7 @@ class Commit:
     attempt: int
     tag: str
     checksum: str  # of the weights (`gyre.checksum`)
+    division: dict[str, Any] = field(default_factory=dict)  # see `division`; nothing where an older version wrote it
 
     def deepspeed(self, run_dir: RunDir) -> Path:
         """Directory that DeepSpeed loads `tag` from."""
@@ -52,6 +54,57 @@ class Commit:
     def cursor(self, run_dir: RunDir) -> Any:
         """What the scheduler put beside the weights."""
         return read_json(run_dir.checkpoint(self.version) / "cursor.json")
+
+
+def division(config: Config) -> dict[str, Any]:
+    """The settings that say which files a commit's weights and optimizer state are in, and what is in each."""
+    train = config.train
+    return {
+        "train.kind": train.kind,
+        "train.stages": train.stages,
+        "train.shards": config.shards,
+        "train.zero_stage": train.zero_stage,
+        "model.dtype": config.model.dtype,
+    }
+
+
+def check_division(run_dir: RunDir, config: Config) -> None:
+    """Check that the newest commit of a run, if there is one, can be loaded under its configuration.
+
+    Raises:
+        UserError: a setting is not that of the commit.
+    """
+    commit = latest(run_dir)
+    now = division(config)
+    for key, value in (commit.division if commit else {}).items():
+        if now.get(key) != value:
+            raise UserError(
+                f"{key} is {now.get(key)}, and checkpoint {commit.version} was written with {value}: set {key} to "
+                f"{value} in {run_dir.config}, or begin a new run with model.path={commit.model(run_dir)}"
+            )
+
+
+def division(config: Config) -> dict[str, Any]:
+    """What decides how the core's state is divided into files, by its keys in the configuration."""
+    train = config.train
+    keys = {"train.stages": train.stages, "train.shards": config.shards, "train.zero_stage": train.zero_stage}
+    return keys | {"train.kind": train.kind, "model.dtype": config.model.dtype}
+
+
+def check_division(run_dir: RunDir, commit: Commit, config: Config) -> None:
+    """See that a commit can be loaded under a configuration, which somebody may have edited.
+
+    Raises:
+        UserError: it was made under another division of the core's state.
+    """
+    now = division(config)
+    changed = {key: value for key, value in commit.division.items() if now.get(key) != value}
+    if changed:
+        wanted = ", ".join(f"{key}: {value}" for key, value in changed.items())
+        raise UserError(
+            f"{run_dir.config}: commit {commit.version} was made with {wanted}, and its optimizer's state fits nothing "
+            f"else; set that again, or begin a new run with model.path={commit.model(run_dir)}"
+        )
 
 
 def read(run_dir: RunDir, version: int) -> Commit | None:

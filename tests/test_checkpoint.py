@@ -4,12 +4,13 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import asdict, replace
 
 import pytest
 
 from gyre import checkpoint
 from gyre.checkpoint import Commit
-from gyre.errors import ChildFailed, InvariantBroken, WeightsMismatch
+from gyre.errors import ChildFailed, InvariantBroken, UserError, WeightsMismatch
 from gyre.run_dir import RunDir
 from tests.training.cells import Cells, make_config, make_model
 
@@ -43,10 +44,38 @@ def test_the_latest_commits_are_kept(run_dir):
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["10", "2"]
 
 
+def test_a_commit_is_loaded_under_its_own_division_alone(run_dir):
+    made = make_config(stages=2, shards=2)
+    commit = replace(write(run_dir, 1), division=checkpoint.division(made))
+    checkpoint.check_division(run_dir, commit, made)
+    checkpoint.check_division(run_dir, write(run_dir, 2), made)  # of before commits told
+    for changed, said in (({"stages": 1, "shards": 2}, "train.stages: 2"), ({"stages": 2}, "train.shards: 2")):
+        with pytest.raises(UserError, match=f"was made with {said}, and") as error:
+            checkpoint.check_division(run_dir, commit, make_config(**changed))
+        assert "\n" not in str(error.value) and str(commit.model(run_dir)) in str(error.value)
+
+
 def test_a_version_is_committed_once(run_dir):
     write(run_dir, 1)
     with pytest.raises(InvariantBroken, match="invariant 15"):
         write(run_dir, 1)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("train.stages", 2), ("train.shards", 4), ("train.zero_stage", 3), ("model.dtype", "bfloat16")]
+)
+def test_a_commit_of_another_division_is_refused_with_what_to_set(run_dir, key, value):
+    config = make_config()
+    checkpoint.check_division(run_dir, config)  # there is none
+    commit = write(run_dir, 1)
+    checkpoint.check_division(run_dir, config)  # one of an earlier version says nothing
+    for made in (checkpoint.division(config), checkpoint.division(config) | {key: value}):
+        record = json.dumps(asdict(replace(commit, division=made)))
+        (run_dir.checkpoint(1) / "COMMIT").write_text(record)
+        if made == checkpoint.division(config):
+            checkpoint.check_division(run_dir, config)
+    with pytest.raises(UserError, match=f"set {key} to {value} in .*config.yaml"):
+        checkpoint.check_division(run_dir, config)
 
 
 def test_half_a_commit_is_no_commit(run_dir):
