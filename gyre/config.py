@@ -311,7 +311,7 @@ class Config(Section):
         return self
 
     def _check_workers(self) -> None:
-        """Every GPU of a cell has a worker, and stages pass activations on in ways that ZeRO 3 does not allow."""
+        """Every GPU of a cell has a worker."""
         train, gpus = self.train, self.cells.gpus
         if gpus and gpus % train.stages:
             raise ValueError(f"cells.gpus ({gpus}) must be a multiple of train.stages ({train.stages})")
@@ -322,11 +322,6 @@ class Config(Section):
             )
         if train.kind == "timed" and self.workers > 1:
             raise ValueError("train.kind timed has one worker; remove train.stages and train.shards")
-        if train.stages > 1 and train.zero_stage == 3:
-            raise ValueError(
-                "train.zero_stage 3 gathers the weights of a layer for one micro-step at a time, and a pipeline has "
-                "several under way; set train.zero_stage=2, or train.stages=1"
-            )
 
     def _check_kinds(self) -> None:
         """Refuse kinds that compute nothing where real ones would meet what they leave out."""

@@ -51,8 +51,8 @@ def begin_world(
 def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, set up so that nothing is compiled on first use.
 
-    On a CPU it would build a shared-memory collective for its own process group, which here has one member and needs
-    none. Its table of usable ops is a cache meant to be edited.
+    On a CPU it would build a shared-memory collective for its own process group, which can do without. Its table of
+    usable ops is a cache meant to be edited.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     import deepspeed
@@ -158,6 +158,9 @@ class CoreModel(CellModel):
         self._parked: Parked | None = None
         self._window = contextlib.ExitStack()  # open from an update's first micro-step to its step
         self._open = False
+        # DeepSpeed has each module count down the gradients that come before its weights are given back, from its last
+        # forward pass on: the second of two micro-steps in flight would find the count used up by the first
+        self._awaited: list[tuple[torch.nn.Module, int]] = []
 
     def _take_full_precision(self, directory: Path) -> None:
         """Start the fp32 masters from fp32 weights on disk, where it has them.
@@ -178,11 +181,16 @@ class CoreModel(CellModel):
     def forward(self, batch: Batch, received: torch.Tensor | None = None) -> tuple[torch.Tensor, Statistics | None]:
         """What this stage makes of a micro-step; see `CellModel.forward`."""
         self._open_window()
-        return super().forward(batch, received)
+        made = super().forward(batch, received)
+        if self._zero_stage == 3:
+            self._awaited = [(m, m.__dict__.get("ds_grads_remaining", 0)) for m in self.scorer.modules()]
+        return made
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Add the gradients of what `forward` made to the sums; see `CellModel.backward`."""
         loss = output if gradient is None else (output.float() * gradient.float()).sum()
+        for module, count in self._awaited:
+            module.ds_grads_remaining = count
         self._engine.backward(loss, scale_wrt_gas=False)
         self.accumulators.flush()
 

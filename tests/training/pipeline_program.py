@@ -15,13 +15,15 @@ import torch.distributed as dist
 
 from gyre.child import Endpoint
 from gyre.errors import LinkFailed
+from gyre.training import core
 from gyre.training.batch import Batch
-from gyre.training.core import CoreModel, begin_world
+from gyre.training.core import CoreModel, begin_world, deepspeed_config
 from gyre.training.links import connect
 from gyre.training.model import DTYPES, CellModel, reference_of
 from gyre.training.pipeline import Pipeline, Shape
 from gyre.training.stages import EMBEDDING, load_stage
 from tests.training.cells import make_config
+from tests.training.shards_program import with_pieces
 from tests.training.test_packed import step_of
 
 CPU = torch.device("cpu")
@@ -39,11 +41,18 @@ def words_of(seed: int) -> list:
     return [*words, None]
 
 
+def at_once(options: dict) -> dict:
+    """DeepSpeed would gather all of a model as small as these beforehand, and leave it so."""
+    zero = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return options | {"zero_optimization": options["zero_optimization"] | zero}
+
+
 class Program:
     """The operations."""
 
     def __init__(self) -> None:
         self.off = False
+        self.most_whole = 0  # weights of a core that are put together while it runs backward, in elements
         begin_world(CPU, None)
 
     def build(self, model: str, stage: int, stages: int, port: int, name: str, dtype: str, **train) -> None:
@@ -68,13 +77,19 @@ class Program:
 
     def core(self, model: str, stage: int, stages: int, port: int, name: str, dtype: str, **train) -> None:
         """As `build`, with cores: DeepSpeed's engines with their optimizers."""
-        self.stage, self.stages = stage, stages
+        self.stage, self.stages, self.most_whole = stage, stages, 0
+        core.deepspeed_config = lambda *known: at_once(with_pieces(deepspeed_config(*known)))
         configs = [make_config(stages=stages, **train), make_config(**train)]
         named = {"path": "unused", "dtype": dtype}
         configs = [c.model_copy(update={"model": c.model.model_copy(update=named)}) for c in configs]
         self.runner = CoreModel(Path(model), configs[0], CPU, stage)
         self.whole = CoreModel(Path(model), configs[1], CPU)
+        for parameter in self.runner.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._look())
         self._join(configs[0], port, name, dtype)
+
+    def _look(self) -> None:
+        self.most_whole = max(self.most_whole, sum(p.numel() for p in self.runner.parameters))
 
     def step(self, squares: float, weight: float, clip: float, lr: float) -> dict:
         """An update of the stage and of the whole; how far norms and weights are from each other."""
@@ -102,7 +117,8 @@ class Program:
             for _ in range(2):  # the second changes nothing
                 self.pipeline.fold(self.runner.accumulators.piece(self.runner.shared))
         found = self.compare(seed, done)
-        return {"ids": [d.id for d in done], "most": most, "squares": self.runner.accumulators.square_sum(), **found}
+        squares, whole = self.runner.accumulators.square_sum(), self.most_whole
+        return {"ids": [d.id for d in done], "most": most, "squares": squares, "whole": whole, **found}
 
     def tied(self) -> bool:
         """Whether the matrix is on two stages."""

@@ -48,6 +48,8 @@ COMBINATIONS = [
     Combination("stages 2, shards 2, offload, death", DEATH, {"stages": 2, "shards": 2} | OFFLOAD),
     Combination("one worker, offload, join", JOIN, OFFLOAD),
     Combination("one worker, zero 3, suspension", SUSPENSION, {"zero_stage": 3}),
+    Combination("stages 2, zero 3, join", JOIN, {"stages": 2, "zero_stage": 3}),
+    Combination("stages 2, shards 2, zero 3, suspension", SUSPENSION, {"stages": 2, "shards": 2, "zero_stage": 3}),
     Combination("stages 2, shards 2, several updates a batch, resumption", BATCH, {"stages": 2, "shards": 2} | FOUR),
     Combination("shards 2, zero 3, offload, resumption", BATCH, {"shards": 2, "zero_stage": 3} | OFFLOAD | FOUR),
 ]

@@ -162,20 +162,35 @@ def test_in_half_precision(processes, models):
         check(processes.run(seed=seed), rounding=0.005)
 
 
-@pytest.mark.parametrize(("dtype", "updates", "rounding"), [("float32", 5, 0.0), ("bfloat16", 2, 0.005)])
-def test_updates_of_a_core_in_stages_are_those_of_one_process(processes, models, dtype, updates, rounding):
+ZERO, RECOMPUTED = {"zero_stage": 3}, {"zero_stage": 3, "checkpoint_activations": True}
+
+
+@pytest.mark.parametrize(
+    ("stages", "dtype", "train", "updates", "rounding"),
+    [
+        pytest.param(2, "float32", {}, 5, 0.0, id="2 stages"),
+        pytest.param(2, "bfloat16", {}, 2, 0.005, id="2 stages, bfloat16"),
+        pytest.param(3, "float32", ZERO, 5, 0.0, id="3 stages, zero 3", marks=pytest.mark.full),
+        pytest.param(3, "float32", RECOMPUTED, 5, 0.0, id="3 stages, zero 3, checkpoints", marks=pytest.mark.full),
+    ],
+)
+def test_updates_of_a_core_in_stages_are_those_of_one_process(
+    processes, models, stages, dtype, train, updates, rounding
+):
     """Norm and clipping are of all stages together, and each has its own optimizer.
 
     In half precision weights drift apart by what is rounded, so that later gradients are of other weights.
     """
     lr, clip = 1e-3, 0.005
-    processes.build(models[True], 2, dtype, what="core")
+    processes.build(models[True], stages, dtype, what="core", **train)
     for seed in range(500, 500 + updates):
         answers = processes.run(seed=seed)
         check(answers, rounding)
+        if train:
+            assert max(answer["whole"] for answer in answers) == 96 * 48, "the largest weight; one at a time is whole"
         squares = sum(answer["squares"] for answer in answers)
         stepped = processes.do(
-            [("step", {"squares": squares, "weight": answers[0]["weight"], "clip": clip, "lr": lr})] * 2
+            [("step", {"squares": squares, "weight": answers[0]["weight"], "clip": clip, "lr": lr})] * stages
         )
         for each in stepped:
             assert each["norms"][0] == pytest.approx(each["norms"][1], rel=rounding or EXACT)
