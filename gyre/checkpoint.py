@@ -84,29 +84,6 @@ def check_division(run_dir: RunDir, config: Config) -> None:
             )
 
 
-def division(config: Config) -> dict[str, Any]:
-    """What decides how the core's state is divided into files, by its keys in the configuration."""
-    train = config.train
-    keys = {"train.stages": train.stages, "train.shards": config.shards, "train.zero_stage": train.zero_stage}
-    return keys | {"train.kind": train.kind, "model.dtype": config.model.dtype}
-
-
-def check_division(run_dir: RunDir, commit: Commit, config: Config) -> None:
-    """See that a commit can be loaded under a configuration, which somebody may have edited.
-
-    Raises:
-        UserError: it was made under another division of the core's state.
-    """
-    now = division(config)
-    changed = {key: value for key, value in commit.division.items() if now.get(key) != value}
-    if changed:
-        wanted = ", ".join(f"{key}: {value}" for key, value in changed.items())
-        raise UserError(
-            f"{run_dir.config}: commit {commit.version} was made with {wanted}, and its optimizer's state fits nothing "
-            f"else; set that again, or begin a new run with model.path={commit.model(run_dir)}"
-        )
-
-
 def read(run_dir: RunDir, version: int) -> Commit | None:
     """The commit of a version, or None where it is not committed."""
     record = read_json(run_dir.checkpoint(version) / "COMMIT")

@@ -135,8 +135,7 @@ class Trainer:
             remove_shared(self._run_dir.path, keep_attempt=attempt)
             checkpoint.clean(self._run_dir)
             checkpoint.check_division(self._run_dir, self._config)
-            if commit := checkpoint.latest(self._run_dir):
-                checkpoint.check_division(self._run_dir, commit, self._config)
+            commit = checkpoint.latest(self._run_dir)
         weights = commit.model(self._run_dir) if commit else self._directory
         start = Start(run_dir, rank, (store[0], int(store[1])), prefix, model, str(weights), address)
         self._crew = Crew.start(start, self._config.train.stages, self._config.shards)
@@ -348,9 +347,8 @@ class Trainer:
         if not self._core or self._snapshot != update:
             raise StreamConflict(f"commit {version} is of update {update}; the weights are those of {self._snapshot}")
         tag = f"v{version}-a{self._attempt}"
-        division = checkpoint.division(self._config)
+        keep, division = self._config.checkpoint.keep, checkpoint.division(self._config)
         record = checkpoint.Commit(version, update, self._attempt, tag, self._checksum, division)
-        keep = self._config.checkpoint.keep
         size = checkpoint.write(self._run_dir, record, cursor, self._save_state, self._export, keep)
         seconds = time.monotonic() - begun
         return {"version": version, "update": update, "checksum": self._checksum, "bytes": size, "seconds": seconds}
