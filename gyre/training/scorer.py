@@ -1,7 +1,7 @@
 """From a micro-step's tokens to log-probabilities and entropies of the trained ones. Torch only.
 
-`Scorer` runs a causal language model over packed samples. Its pieces can be run apart: `embed` gives hidden states of
-tokens, `run` takes tokens or hidden states through the layers, `score` gives log-probabilities of what comes out.
+`Scorer` runs a causal language model over packed samples. Its pieces can be run apart: `run` takes tokens or hidden
+states through the layers, `score` gives log-probabilities of what comes out.
 Logits exist at the places of trained tokens alone, and not all at once: all of a micro-step would outweigh everything
 else.
 """
@@ -125,10 +125,6 @@ class Scorer(nn.Module):
         from gyre.training.probe import settle
 
         settle(self)
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] of tokens [T]."""
-        return self.model.get_input_embeddings()(tokens)
 
     def run(self, source: torch.Tensor, batch: Batch) -> torch.Tensor:
         """What the layers and the last norm make of tokens [T], or of hidden states [T, H]; hidden states [T, H]."""
