@@ -151,9 +151,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
+    from gyre.checkpoint import check_division
     from gyre.launch import check, directory
 
     run, config = directory.open_run(options.target)
+    check_division(run, config)
     cluster = options.cluster or directory.cluster_of(run)
     check.before_start(config, cluster)
     directory.refuse_running(run)

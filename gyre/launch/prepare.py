@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 
+from gyre.checkpoint import check_division
 from gyre.config import Config, load
 from gyre.errors import UserError
 from gyre.launch import check, directory, executors, script
@@ -33,6 +34,8 @@ def prepare(target: str, overrides: list[str], resume: bool, environ: Mapping[st
     restarted = int(environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if run is None and restarted and (run := directory.of_job(config, job)):
         config = load(run.config)
+    if run is not None:
+        check_division(run, config)
     plan = _with_cpus(check.allocation(config, environ), environ)
     if run is None:
         check.before_start(config, "slurm")

@@ -1,12 +1,16 @@
 """Every bad input ends with exit code 2 and one line that says what to change, within seconds, before anything runs."""
 
+import json
 import os
 import shutil
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
+from gyre.checkpoint import Commit, division
+from gyre.config import dump, load
 from gyre.run_dir import RunDir
 from tests.launch.support import ROOT, launch, settings, write
 
@@ -194,6 +198,18 @@ def test_directory_that_is_no_run(tmp_path, command):
     refused(launch(command, "nowhere", cwd=tmp_path), 0, "nowhere", "logs/")
     if command != "watch":  # of a run that is just being made there is not more than a directory
         refused(launch(command, "empty", cwd=tmp_path), 0, "config.yaml")
+
+
+def test_a_resume_under_another_division(tmp_path):
+    """Somebody has edited config.yaml: DeepSpeed would find no files, attempt after attempt."""
+    run, saved = tmp_path / "logs/mine", load(write(tmp_path, settings(tmp_path)))
+    (run / "checkpoints/1").mkdir(parents=True)
+    commit = Commit(1, 1, 1, "v1-a1", "sum", division(saved) | {"train.stages": 2})
+    (run / "checkpoints/1/COMMIT").write_text(json.dumps(asdict(commit)))
+    (run / "config.yaml").write_text(dump(saved))
+    refused(
+        launch("resume", "logs/mine", cwd=tmp_path), 0, "train.stages is 1", "set train.stages to 2 in", "config.yaml"
+    )
 
 
 def test_a_resume_takes_no_settings(tmp_path):
