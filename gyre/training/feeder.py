@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ class Feeder:
     # -- HTTP --------------------------------------------------------------------------------------------------------
     async def _guarded(self, kind: Any, handler: Any, request: web.Request) -> web.Response:
         """Let `handler` answer what `kind` reads from the body, and map its errors to what clients know."""
-        if request.headers.get("Authorization") != self._authorization:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._authorization.encode()):
             return web.Response(status=401)
         try:
             asked = kind.of(await request.json())
