@@ -144,7 +144,7 @@ def _fill(path, seed, names, answers):
 def test_a_slot_is_filled_by_several_processes(world):
     wanted = weights(2)
     names = list(wanted)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of threads that compute may hang
     answers = context.Queue()
     with world.slots.begin(5, specs_of(wanted)) as writing:
         there = context.Process(target=_fill, args=(writing.path, 2, names[2:], answers))
