@@ -20,8 +20,8 @@ from _peer_batch import Samples
 from gyre import config as configuration
 from gyre.child import Child
 from gyre.run_dir import RunDir
+from gyre.shared_memory import remove_shared
 from gyre.store import Store
-from gyre.training import snapshots
 
 SECRET = "training"
 ADDRESS = "127.0.0.1"
@@ -61,7 +61,7 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(child.stop() for child in [*self._trainers, self._feeder, self._weights]))
-        snapshots.remove_shared(self.run_dir.path)
+        remove_shared(self.run_dir.path)
 
     def _log(self, name: str) -> Path:
         return self.run_dir.path / f"{name}.log"

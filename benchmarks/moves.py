@@ -44,8 +44,8 @@ from gyre.events import Event, RoleReached, UpdateDone
 from gyre.launch.identity import Identity
 from gyre.launch.plan import Layout
 from gyre.run_dir import RunDir, write_atomic
+from gyre.shared_memory import remove_shared
 from gyre.store import Store
-from gyre.training import snapshots
 
 SECRET = "moves"
 STREAMS, GROUP, GROUPS = 8, 4, 2  # live streams; answers to train on, in groups
@@ -205,7 +205,7 @@ class World:
         if hasattr(self, "cell"):
             await self.cell.stop()
         await asyncio.gather(*(child.stop() for child in self.children.values()))
-        snapshots.remove_shared(self.run_dir.path)
+        remove_shared(self.run_dir.path)
 
     def _report(self, event: Event) -> None:
         if isinstance(event, RoleReached):

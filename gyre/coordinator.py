@@ -51,10 +51,10 @@ from gyre.scheduler.loop import SchedulerLoop
 from gyre.scheduler.policy import policy_of
 from gyre.scheduler.settings import Settings
 from gyre.scheduler.state import SchedulerState
+from gyre.shared_memory import remove_shared
 from gyre.simulate import trace
 from gyre.status import Phase, RankStatus, RunStatus, SchedulerStatus, StreamStatus
 from gyre.tasks import Task, TaskOrder, load_tasks, task_file
-from gyre.training import snapshots
 from gyre.usage import UsageMeter
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Coordinator:
         """Start the services that ranks need before they can be ready."""
         context = self._context
         layout = context.layout
-        snapshots.remove_shared(context.run_dir.path, keep_attempt=context.attempt)
+        remove_shared(context.run_dir.path, keep_attempt=context.attempt)
         commits = context.run_dir.commits()
         version = commits[-1] if commits else 0
         self._record(RunStarted(version, layout.cells, layout.standalone, layout.hosts))
@@ -262,7 +262,7 @@ class Coordinator:
         if self._figures:
             self._figures.close()
         self._write_trace()
-        snapshots.remove_shared(self._context.run_dir.path)
+        remove_shared(self._context.run_dir.path)
 
     def _write_trace(self) -> None:
         """Leave the run's trace beside its events; a run that cannot is none the worse for it."""

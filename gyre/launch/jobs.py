@@ -20,6 +20,7 @@ from gyre.launch import executors, node
 from gyre.launch.identity import LOCAL_KEY
 from gyre.launch.plan import Layout, plan
 from gyre.run_dir import RunDir
+from gyre.shared_memory import remove_shared
 
 #: A rank that is told to stop gives its own children time; this is longer.
 STOP_SECONDS = 60.0
@@ -124,10 +125,9 @@ class LocalRun:
             time.sleep(_POLL)
 
     def _sweep(self) -> None:
-        """Kill what is left, and remove what it can no longer remove itself."""
-        deadline, killed = time.monotonic() + 10.0, False
+        """Kill what is left, and remove what ranks did not: one that was ended while it started makes files late."""
+        deadline = time.monotonic() + 10.0
         while (left := marked(self.key)) and time.monotonic() < deadline:
-            killed = True
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -135,11 +135,8 @@ class LocalRun:
                     continue
             time.sleep(_POLL)
         self._job.done()  # collects the controller
-        if killed:
-            from gyre.training.slots import remove_shared
-
-            remove_shared(self._run.path)
-            node.remove_scratch(self._config, self._run.name)
+        remove_shared(self._run.path)
+        node.remove_scratch(self._config, self._run.name)
 
 
 # -- Slurm -----------------------------------------------------------------------------------------------------------

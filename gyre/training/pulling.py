@@ -20,10 +20,11 @@ from typing import Any, Self, TypeVar
 import torch
 
 from gyre.errors import WeightsMismatch
+from gyre.shared_memory import SHARED
 from gyre.store import Store
 from gyre.training import nixl_transport
 from gyre.training.digest import ROW, WORD, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
-from gyre.training.slots import SHARED, Announcement
+from gyre.training.slots import Announcement
 from gyre.training.snapshot_file import Place, mapped, metadata_of, places_of, pwrite
 from gyre.training.transports import Shared, Socket, Transport
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import time
@@ -26,10 +25,10 @@ import torch
 from gyre.checksum import Sums, add, combine, group_of, sums_of
 from gyre.checksum_groups import MASK, accumulate
 from gyre.errors import UserError, WeightsMismatch
+from gyre.shared_memory import SHARED
 from gyre.training.digest import ROW, digest_of, hashed, in_threads, raw, rows_of, sum_rows, threads_for
 from gyre.training.snapshot_file import PIECE, Spec, make_header, places_of, pwrite, read_header
 
-SHARED = Path("/dev/shm")
 _NO_CHECKSUM = "0" * 32
 _NO_DIGEST = "-" * 32
 
@@ -59,24 +58,6 @@ class Announcement:
 
 
 # -- names and clean-up ------------------------------------------------------------------------------------------------
-def shared_prefix(run_dir: Path | str, attempt: int | None = None) -> str:
-    """Prefix of the names of shared memory of a run, of one attempt if given."""
-    path = Path(run_dir).resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return f"gyre-{path.name[:64]}-{digest}-" + (f"{attempt}-" if attempt is not None else "")
-
-
-def remove_shared(run_dir: Path | str, keep_attempt: int | None = None) -> list[str]:
-    """Remove what this run left in this host's shared memory, except for one attempt's; returns the names removed."""
-    kept = shared_prefix(run_dir, keep_attempt) if keep_attempt is not None else None
-    removed = []
-    for path in SHARED.glob(shared_prefix(run_dir) + "*"):
-        if kept is None or not path.name.startswith(kept):
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return removed
-
-
 def _allocate(descriptor: int, size: int) -> None:
     """Have the memory of a file: without room it is an error here, and not a SIGBUS when a page is touched."""
     try:

@@ -26,14 +26,15 @@ from typing import Any
 
 from gyre.child import Endpoint
 from gyre.errors import WeightsMismatch
+from gyre.shared_memory import SHARED, shared_prefix
 from gyre.training import nixl_transport
 from gyre.training.nixl_transport import Lender
 from gyre.training.pulling import Pulled, Source, pull, reach
-from gyre.training.slots import SHARED, Announcement, remove_shared, shared_prefix
+from gyre.training.slots import Announcement
 from gyre.training.snapshot_file import metadata_of, read_header
 from gyre.training.transports import time_value
 
-__all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach", "remove_shared", "shared_prefix"]
+__all__ = ["Announcement", "Pulled", "Server", "Source", "pull", "reach"]
 
 _STALL_SECONDS = 30.0
 _LEG = 64 << 20  # bytes that a reader must take within _STALL_SECONDS

@@ -76,13 +76,14 @@ from gyre.child import Endpoint
 from gyre.errors import ChildFailed, InvariantBroken, StreamConflict, WeightsMismatch
 from gyre.faults import fault
 from gyre.run_dir import RunDir
+from gyre.shared_memory import remove_shared, shared_prefix
 from gyre.store import Store
 from gyre.training import snapshots
 from gyre.training.crew import Crew
 from gyre.training.objectives import Objective, gradient_scale
 from gyre.training.part import Desk, Sum
 from gyre.training.schedule import lr_at
-from gyre.training.slots import Filled, Slots, Spec, remove_shared, shared_prefix
+from gyre.training.slots import Filled, Slots, Spec
 from gyre.training.stream import WORK_SECONDS, Claims, Pulse, beating
 from gyre.training.update import CorePart, SatellitePart
 from gyre.training.worker import Start

@@ -15,6 +15,7 @@ import numpy as np
 from gyre import config as configuration
 from gyre.child import Child
 from gyre.run_dir import RunDir
+from gyre.shared_memory import remove_shared
 from gyre.store import Store
 from gyre.training import snapshots
 from gyre.trajectories.sample import Sample
@@ -122,7 +123,7 @@ class Cells:
     async def __aexit__(self, *_) -> None:
         children = [*self.trainers.values(), self.feeder, self.weights]
         await asyncio.gather(*(child.stop() for child in children))
-        snapshots.remove_shared(self.run_dir.path)
+        remove_shared(self.run_dir.path)
 
     def log(self, name: str) -> Path:
         return self.run_dir.path / f"{name}.log"

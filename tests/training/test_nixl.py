@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gyre.errors import WeightsMismatch
+from gyre.shared_memory import shared_prefix
 from gyre.training.nixl_transport import installed
 from gyre.training.pulling import reach
-from gyre.training.slots import Slots, Spec, shared_prefix
+from gyre.training.slots import Slots, Spec
 
 pytestmark = pytest.mark.skipif(not installed(), reason="NIXL is not installed")
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from gyre.checksum import checksum
 from gyre.errors import UserError, WeightsMismatch
+from gyre.shared_memory import SHARED, shared_prefix
 from gyre.training import nixl_transport
 from gyre.training.digest import ROW, WORD, hashed, raw, rows_of, sum_rows
 from gyre.training.pulling import _batches, reach
-from gyre.training.slots import SHARED, Filled, Slots, Spec, fill, shared_prefix
+from gyre.training.slots import Filled, Slots, Spec, fill
 from gyre.training.snapshot_file import Place
 from gyre.training.snapshots import Server
 

@@ -12,8 +12,9 @@ import torch
 
 from gyre.checksum import checksum
 from gyre.errors import WeightsMismatch
+from gyre.shared_memory import SHARED, remove_shared, shared_prefix
 from gyre.store import Store
-from gyre.training.slots import SHARED, Slots, Spec, remove_shared, shared_prefix
+from gyre.training.slots import Slots, Spec
 from gyre.training.snapshots import Server, pull
 
 HERE, SECRET = "here", "secret"
