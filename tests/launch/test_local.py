@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -52,6 +53,13 @@ def test_the_exit_code_is_rank_0s(config, workplace, code, exit_code, words):
 def test_a_rank_that_fails_is_not_the_run(config, workplace):
     done = launch("run", config, cwd=workplace, TRIVIAL_CODE_2=1)
     assert done.returncode == 0, done.stderr
+
+
+def test_scratch_that_a_rank_leaves_goes_at_the_end(config, workplace):
+    done = launch("run", config, cwd=workplace, TRIVIAL_LEAVES=1)
+    assert done.returncode == 0, done.stderr
+    left = [Path(file.read_text()) for file in only_run(workplace).glob("late-*")]
+    assert len(left) == 4 and not any(path.parent.exists() for path in left)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

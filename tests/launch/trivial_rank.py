@@ -7,11 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+from gyre.config import load
+from gyre.launch import node
 from gyre.launch.identity import identify
 
 
 def main(run_dir: str) -> int:
-    """Write who this rank is, sleep TRIVIAL_SECONDS or until the file `go` is there, return TRIVIAL_CODE_<rank>."""
+    """Write who this rank is, sleep TRIVIAL_SECONDS or until the file `go` is there, return TRIVIAL_CODE_<rank>.
+
+    With TRIVIAL_LEAVES its scratch stays, as that of a rank which was ended while it started.
+    """
     run = Path(run_dir)
     who = identify(os.environ)
 
@@ -27,6 +32,10 @@ def main(run_dir: str) -> int:
     deadline = time.monotonic() + float(os.environ.get("TRIVIAL_SECONDS", "0"))
     while time.monotonic() < deadline and not (run / "go").exists():
         time.sleep(0.05)
+    if os.environ.get("TRIVIAL_LEAVES"):
+        late = node.scratch(load(run / "config.yaml"), run.name, 1, who.rank) / "late"
+        late.mkdir()
+        (run / f"late-{who.rank}").write_text(str(late))
     print(os.environ.get("TRIVIAL_SAYS", f"rank {who.rank} ends"), flush=True)
     if who.rank == 0 and os.environ.get("TRIVIAL_COMPLETED"):
         with open(run / "events.jsonl", "a") as log:
