@@ -62,7 +62,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def deepspeed_config(config: Config, device: torch.device) -> dict[str, Any]:
+def deepspeed_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration. Accumulation, norm and clipping are ours, so its own are off."""
     train = config.train
     optimizer = {
@@ -147,7 +147,7 @@ class CoreModel(CellModel):
             self.scorer.agree = functools.partial(_most, device=device)
         buffers = [(m, dict(m._buffers)) for m in self.scorer.modules()]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=self.scorer, config=deepspeed_config(config, device), dist_init_required=False
+            model=self.scorer, config=deepspeed_config(config), dist_init_required=False
         )
         self._run = self._engine
         for module, before in buffers:  # bf16 casts all buffers, and rotary frequencies must not lose their precision

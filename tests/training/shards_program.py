@@ -177,7 +177,7 @@ class Program:
         config = make_config()
         stage = load_stage(Path(model), torch.bfloat16, CPU, True)
         buffers = [(module, dict(module._buffers)) for module in stage.modules()]
-        options = deepspeed_config(config, CPU) | {"bf16": {"enabled": True}, "gradient_accumulation_steps": EVEN}
+        options = deepspeed_config(config) | {"bf16": {"enabled": True}, "gradient_accumulation_steps": EVEN}
         options["optimizer"]["params"]["lr"] = LR
         engine, *_ = deepspeed.initialize(model=stage, config=options, dist_init_required=False)
         for module, before in buffers:
