@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gyre.checksum import checksum as checksum_of
 from gyre.config import Config
 from gyre.training.accumulators import Accumulators
 from gyre.training.batch import Batch
@@ -71,7 +70,6 @@ class CellModel:
         self._group = dist.new_group() if config.shards > 1 else None  # of its own: collectives come in any order
         alone = [] if self.shared is None else [self.shared]
         self.accumulators = Accumulators(self.parameters, device, self._group, alone, aside=tied)
-        self.snapshot = -1  # the one whose weights these are; -1 for none
         self._reference = reference
         self._run: torch.nn.Module = stage  # the stage, or an engine around it
 
@@ -113,10 +111,6 @@ class CellModel:
         return statistics
 
     # -- memory ------------------------------------------------------------------------------------------------------
-    def checksum(self) -> str:
-        """Checksum of the weights held now."""
-        return checksum_of(self.named())
-
     def memory(self) -> dict[str, int]:
         """Bytes held for weights (a reference's too), gradients, accumulators and optimizer state."""
         weights = [parameter.data for parameter in self.parameters]
@@ -183,7 +177,6 @@ class SatelliteModel(CellModel):
         Raises:
             WeightsMismatch: they are not the weights that were announced, or not of this model.
         """
-        self.snapshot = -1
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
@@ -193,7 +186,6 @@ class SatelliteModel(CellModel):
             with self._weights.used():
                 self.scorer.check()
             self._checked = True
-        self.snapshot = source.snapshot
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, tied ones once. All shards of the stage must do it together."""
@@ -221,7 +213,6 @@ class SatelliteModel(CellModel):
 
     def park(self) -> None:
         """Give weights, gradients and accumulators back; on a GPU the reference goes to CPU memory."""
-        self.snapshot = -1
         self._in_flight = 0
         for parameter in self.parameters:
             parameter.grad = None

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from gyre.checksum import checksum as checksum_of
 from gyre.config import Config
 from gyre.config_train import TimedTrainConfig
 from gyre.errors import InvariantBroken, UserError
@@ -60,15 +59,10 @@ class TimedModel:
         self.specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
         shapes = [torch.empty(spec.shape, device="meta") for spec in self.specs]
         self.accumulators = Accumulators(shapes, "cpu")  # type: ignore[arg-type]
-        self.snapshot = -1  # the one whose weights these are; -1 for none
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights."""
         return iter(self._weights.items())
-
-    def checksum(self) -> str:
-        """Checksum of the weights held now."""
-        return checksum_of(self.named())
 
     def memory(self) -> dict[str, int]:
         """Bytes held for weights, gradients (there are none), accumulators and optimizer state."""
@@ -98,14 +92,11 @@ class TimedSatellite(TimedModel):
         Raises:
             WeightsMismatch: they are not the weights that were announced, or not of this model.
         """
-        self.snapshot = -1
         self._weights = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in self.specs}
         source.copy_into(self._weights)
-        self.snapshot = source.snapshot
 
     def park(self) -> None:
         """Give weights and accumulators back."""
-        self.snapshot = -1
         self._weights = {}
         self.accumulators.flat.release()
 
